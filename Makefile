@@ -1,0 +1,40 @@
+# Every target sets up what it needs; running one twice does the work once.
+PYTHON ?= python3
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+# The default interpreter gets .venv; another one asked for by PYTHON=... gets a folder of its own.
+VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(VERSION))
+BIN := $(VENV)/bin
+TESTS ?= tests
+
+.PHONY: quickstart test quick lint setup clean
+
+quickstart: $(VENV)/ready
+	$(BIN)/python -m experiments.reproduce quickstart
+
+test: $(VENV)/ready-dev
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
+
+quick: $(VENV)/ready-dev
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m quick $(TESTS)
+
+lint: $(VENV)/ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+setup: $(VENV)/ready
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Longview needs Python 3.11 or newer; $(PYTHON) is $(VERSION). Try: make PYTHON=python3.12"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/ready: requirements.txt $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(VENV)/ready-dev: requirements-dev.txt $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+clean:
+	rm -rf .venv .venv-* runs

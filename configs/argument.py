@@ -1,0 +1,17 @@
+"""The part of `--config=FILE:key=value,key=value` after the colon."""
+
+from types import SimpleNamespace
+
+from model.errors import UserError, closest
+
+
+def parse(argument: str, **defaults: str) -> SimpleNamespace:
+    """Reads `key=value,...` over the defaults; an unknown key is an error."""
+    values = dict(defaults)
+    for item in filter(None, argument.split(",")):
+        key, equals, value = item.partition("=")
+        if not equals or key not in defaults:
+            allowed = ", ".join(f"{k}=..." for k in defaults)
+            raise UserError(f"unknown config argument {item!r}; this config takes {allowed}{closest(key, defaults)}")
+        values[key] = value
+    return SimpleNamespace(**values)

@@ -15,8 +15,10 @@ def closest(given: str, allowed: Iterable[str]) -> str:
     return f"; closest: {near[0]}" if near else ""
 
 
-def choose(what: str, given: str, table: Mapping[str, Any]) -> Any:
+def choose(what: str, given: str, table: Mapping[str, Any] | set[str]) -> Any:
     """Looks up a name in a table, or says what could have been meant."""
     if given in table:
-        return table[given]
-    raise UserError(f"unknown {what} {given!r}; choose from {', '.join(sorted(table))}{closest(given, table)}")
+        return table[given] if isinstance(table, Mapping) else given
+    raise UserError(
+        f"unknown {what} {given!r}; choose from {', '.join(sorted(table))}{closest(given, table)}"
+    )

@@ -1,0 +1,47 @@
+"""Induction heads (Gu and Dao, "Mamba", 2023, section 4.1.2, https://arxiv.org/abs/2312.00752)."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from data import bins
+from data.task import Example, Task
+
+
+@dataclass(frozen=True)
+class Induction(Task):
+    """Random tokens with one trigger token inside and again at the end: name the token that followed it.
+
+    Tokens are uniform in 0..V-2; the trigger is V-1, its first place uniform in 0..L-3, its second the last.
+    """
+
+    name: ClassVar[str] = "induction"
+    kind: ClassVar[str] = "lm"
+
+    length: int = 256  # tokens
+    vocab_size: int = 16  # trigger included
+
+    def check(self) -> None:
+        self.bound("length", 3)
+        self.bound("vocab_size", 3, why="the trigger and two tokens")
+
+    def example(self, split: str, index: int, rng: np.random.Generator) -> Example:
+        L, V = self.length, self.vocab_size
+        inputs = rng.integers(V - 1, size=L, dtype=np.int32)
+        trigger = int(rng.integers(L - 2))
+        inputs[[trigger, L - 1]] = V - 1
+        return {
+            "inputs": inputs,
+            "at": np.array([L - 1], np.int32),
+            "targets": inputs[trigger + 1 : trigger + 2].copy(),
+            "weights": np.ones(1, np.float32),
+            "attr_distance": np.array([(L - 1 - trigger).bit_length() - 1], np.int32),
+        }
+
+    @property
+    def attributes(self) -> dict[str, tuple[str, ...]]:
+        return {"distance": bins.labels(self.length - 1)}  # between the two triggers
+
+    def baselines(self) -> dict[str, float]:
+        return {"chance": 1 / (self.vocab_size - 1)}

@@ -1,0 +1,177 @@
+"""ListOps, by the law of Long Range Arena (Tay et al., 2020, https://arxiv.org/abs/2011.04006).
+
+The trees are those of Nangia and Bowman (2018, https://arxiv.org/abs/1804.06028). The root is at depth 1.
+Above the deepest level a node is an operator with chance 1/4, else a digit; on it every node is a digit. An
+operator (MIN, MAX, MED, SM, equally likely) has 2..max_args arguments, uniformly. A digit is one token, an
+operator two, and a tree is kept if min_length < tokens < max_length. LRA's data went through a set, so it
+has no duplicates; here examples are independent, which at LRA's lengths is the same thing.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from data import bins
+from data.rng import Stream
+from data.task import Example, Task
+from model.errors import UserError
+
+TOKENS = ("<pad>", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
+ZERO, MIN, CLOSE = TOKENS.index("0"), TOKENS.index("[MIN"), TOKENS.index("]")
+
+_TRIES = 100_000  # candidate trees per example before the bounds are called hopeless
+
+
+class Tree(NamedTuple):
+    """A tree breadth first: the children of one operator are neighbours, in the order of their parents."""
+
+    levels: list[int]  # the nodes of level d are levels[d] .. levels[d + 1] - 1
+    cuts: list[int]  # its operators are those numbered cuts[d] .. cuts[d + 1] - 1
+    nodes: np.ndarray  # [P] the operators' nodes
+    operators: np.ndarray  # [P] 0..3: MIN, MAX, MED, SM
+    n_args: np.ndarray  # [P]
+    length: int  # tokens
+
+
+def grow(rng: np.random.Generator, max_depth: int, max_args: int, max_length: int) -> Tree | None:
+    """A random tree with an operator at its root, or None once it has max_length nodes and so is too long."""
+    u = 4 * rng.random(max_length)  # below 1 with chance 1/4, and then uniform once more
+    u[0] /= 4
+    nodes = (u < 1).nonzero()[0]
+    code = (u[nodes] * (4 * (max_args - 1))).astype(np.int64)
+    n_args = 2 + code // 4
+    born = 1 + n_args.cumsum()  # nodes there are once an operator has its arguments
+    levels, cuts = [0, 1], [0]
+    while len(levels) <= max_depth:
+        cuts.append(int(nodes.searchsorted(levels[-1])))
+        if cuts[-1] == cuts[-2]:
+            break
+        levels.append(int(born[cuts[-1] - 1]))
+        if levels[-1] >= max_length:
+            return None
+    P = cuts[len(levels) - 2]
+    return Tree(levels, cuts, nodes[:P], code[:P] % 4, n_args[:P], levels[-1] + P)
+
+
+def solve(tree: Tree, digits: np.ndarray) -> tuple[int, np.ndarray]:
+    """The tree's value and its tokens [tree.length]; `digits` has one per node, read where that is a leaf."""
+    levels, cuts, nodes, operators, n_args, _ = tree
+    inner = range(len(levels) - 2)
+    first = 1 + n_args.cumsum() - n_args  # each operator's first argument
+    parent = np.arange(nodes.size).repeat(n_args)  # of nodes 1, 2, ...; the root has none
+    # Among an operator's sorted arguments, MIN, MAX and MED are the mean of these two places, rounded down.
+    left = first + np.choose(operators, (0, n_args - 1, (n_args - 1) // 2, 0))
+    right = first + np.choose(operators, (0, n_args - 1, n_args // 2, 0))
+    is_sum = operators == 3
+
+    value = digits.copy()
+    size = np.ones_like(value)  # tokens of the node's subtree
+    ranked = np.empty_like(value)
+    for d in reversed(inner):
+        p, low, high = slice(cuts[d], cuts[d + 1]), levels[d + 1], levels[d + 2]
+        start = first[p] - low
+        # With the parent as leading digit, one sort puts the arguments of each operator in order.
+        keyed = value[low:high] + 10 * parent[low - 1 : high - 1]
+        keyed.sort()
+        ranked[low:high] = keyed % 10
+        picked = (ranked[left[p]] + ranked[right[p]]) // 2
+        value[nodes[p]] = np.where(is_sum[p], np.add.reduceat(value[low:high], start) % 10, picked)
+        size[nodes[p]] = 2 + np.add.reduceat(size[low:high], start)
+
+    place = np.zeros_like(value)  # of the node's first token
+    before = size.cumsum() - size
+    for d in inner:
+        p, low, high = slice(cuts[d], cuts[d + 1]), levels[d + 1], levels[d + 2]
+        shift = place[nodes[p]] + 1 - before[first[p]]
+        place[low:high] = before[low:high] + shift[parent[low - 1 : high - 1] - cuts[d]]
+
+    tokens = np.empty(tree.length, np.int32)
+    tokens[place] = ZERO + digits
+    tokens[place[nodes]] = MIN + operators
+    tokens[place[nodes] + size[nodes] - 1] = CLOSE
+    return int(value[0]), tokens
+
+
+@dataclass(frozen=True)
+class ListOps(Task):
+    """Nested prefix expressions of MIN, MAX, MED and SM over digits: name the value (Long Range Arena)."""
+
+    name: ClassVar[str] = "listops"
+    kind: ClassVar[str] = "classify"
+    n_classes: ClassVar[int] = 10
+    vocab_size: ClassVar[int] = len(TOKENS)
+
+    length: int = 2000  # tokens, padding included
+    max_depth: int = 10  # levels of the tree
+    max_args: int = 10  # arguments of one operator, from 2 on
+    min_length: int = 500  # a tree has more tokens than this
+    max_length: int = 2000  # and fewer than this
+    n_train: int = 96_000
+    n_validation: int = 2000
+    n_test: int = 2000
+
+    def check(self) -> None:
+        self.bound("max_depth", 2)
+        self.bound("max_args", 2)
+        nodes = [self.max_args**d for d in range(self.max_depth)]
+        longest = sum(nodes) + sum(nodes[:-1])
+        # A lone digit is one token long: from min_length 1 on, every tree kept has an operator at its root.
+        self.bound("min_length", 1, longest - 1, f"the largest tree has {longest} tokens")
+        self.bound(
+            "max_length", self.min_length + 2, why=f"min_length {self.min_length}, both bounds excluded"
+        )
+        self.bound("length", min(self.max_length - 1, longest), why="the longest tree kept must fit")
+        for field in ("n_train", "n_validation", "n_test"):
+            self.bound(field, 1)
+
+    def sizes(self) -> dict[str, int | None]:
+        return {"train": self.n_train, "validation": self.n_validation, "test": self.n_test}
+
+    def example(self, split: str, index: int, rng: np.random.Generator) -> Example:
+        for _ in range(_TRIES):
+            tree = grow(rng, self.max_depth, self.max_args, self.max_length)
+            if tree is not None and self.min_length < tree.length < self.max_length:
+                break
+        else:
+            raise UserError(
+                f"no tree of {self.min_length} < tokens < {self.max_length} in {_TRIES:,} tries; lower "
+                f"data.listops.min_length or raise max_depth ({self.max_depth}) or max_args ({self.max_args})"
+            )
+        value, tokens = solve(tree, rng.integers(10, size=tree.levels[-1]))
+        inputs, segments = np.zeros((2, self.length), np.int32)
+        inputs[: tree.length] = tokens
+        segments[: tree.length] = 1
+        return {
+            "inputs": inputs,
+            "segments": segments,
+            "targets": np.array(value, np.int32),
+            "weights": np.array(1, np.float32),
+            "attr_length": np.array(tree.length.bit_length() - 1, np.int32),
+            "attr_depth": np.array(len(tree.levels) - 3, np.int32),
+        }
+
+    @property
+    def attributes(self) -> dict[str, tuple[str, ...]]:
+        return {
+            "length": bins.labels(self.max_length - 1),  # of the tree, in tokens
+            "depth": tuple(str(d) for d in range(2, self.max_depth + 1)),  # levels of the tree
+        }
+
+    def baselines(self) -> dict[str, float]:
+        return dict(_baselines(self))
+
+
+@functools.cache
+def _baselines(task: ListOps, samples: int = 2000) -> dict[str, float]:
+    """Always the commonest value; and the commonest value under each root operator, the first token."""
+    counts = np.zeros((4, 10))
+    stream = Stream(0, "baselines")
+    for index in range(samples):
+        example = task.example("train", index, stream.at(index))
+        counts[example["inputs"][0] - MIN, example["targets"]] += 1
+    return {
+        "majority": float(counts.sum(0).max() / samples),
+        "root operator": float(counts.max(1).sum() / samples),
+    }

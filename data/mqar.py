@@ -1,0 +1,98 @@
+"""Multi-query associative recall, by Zoology's law (Arora et al., ICLR 2024, https://arxiv.org/abs/2312.04927)."""
+
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from data import bins
+from data.rng import distinct
+from data.task import Example, Task
+from model.errors import UserError
+
+
+@functools.lru_cache(maxsize=1024)
+def gap_rates(space: int, alpha: float) -> np.ndarray:
+    """Unnormalised chances alpha * i^(alpha - 1) of the gaps i = 1..space: near ones first, a heavy tail."""
+    return alpha * np.arange(1, space + 1) ** (alpha - 1.0)
+
+
+@dataclass(frozen=True)
+class Mqar(Task):
+    """Key-value pairs, then each key once more: name its value (Zoology's multi-query associative recall).
+
+    `k1 v1 ... kK vK`, then every key is asked once, at position 2K + 2 * gap. Keys come from 1..V/2-1 and
+    values from V/2..V-1, each without replacement; gaps are drawn without replacement by `gap_rates`. Query
+    k asks for pair k. (Zoology also wants V > L; nothing in the law does.)
+    """
+
+    name: ClassVar[str] = "mqar"
+    kind: ClassVar[str] = "lm"
+
+    length: int = 64  # tokens; even, at least four per pair
+    vocab_size: int = 8192  # half of them keys, half values
+    n_pairs: int = 4  # pairs per example; the most, where min_pairs is set
+    min_pairs: int = 0  # pairs vary uniformly from this to n_pairs; 0: always n_pairs
+    alpha: float = 0.01  # power law of the gaps; 1: uniform
+    random_fillers: bool = False  # other slots hold random tokens, not 0 (Zoology's Figure 2: 0)
+    n_train: int = 0  # fixed training set of this many examples; 0: fresh for ever
+
+    def check(self) -> None:
+        self.bound("length", 4)
+        if self.length % 2:
+            raise UserError(
+                f"data.mqar.length is {self.length}; allowed: even numbers; closest: {self.length + 1}"
+            )
+        self.bound("n_pairs", 1, self.length // 4, f"a quarter of length {self.length}")
+        self.bound("min_pairs", 0, self.n_pairs, "n_pairs")
+        self.bound("vocab_size", 2 * self.n_pairs + 2, why=f"{self.n_pairs} keys, as many values, and 0")
+        self.bound("alpha", 1e-3)
+        self.bound("n_train", 0)
+
+    def sizes(self) -> dict[str, int | None]:
+        return super().sizes() | {"train": self.n_train or None}
+
+    def example(self, split: str, index: int, rng: np.random.Generator) -> Example:
+        L, V, Q = self.length, self.vocab_size, self.n_pairs
+        K = int(rng.integers(self.min_pairs, Q + 1)) if self.min_pairs else Q
+        keys = 1 + distinct(rng, V // 2 - 1, K)
+        values = V // 2 + distinct(rng, V - V // 2, K)
+        # Draws without replacement by chances p are the first rings of exponential clocks with rates p.
+        rates = gap_rates((L - 2 * K) // 2, self.alpha)
+        gaps = (rng.standard_exponential(rates.size) / rates).argsort()[:K]
+
+        at, targets, distance = np.zeros((3, Q), np.int32)
+        weights = np.zeros(Q, np.float32)
+        at[:K] = 2 * K + 2 * gaps
+        targets[:K] = values
+        weights[:K] = 1
+        distance[:K] = bins.number(at[:K] - np.arange(0, 2 * K, 2))
+
+        inputs = np.zeros(L, np.int32)
+        if self.random_fillers:
+            inputs[2 * K :] = rng.integers(V, size=L - 2 * K)
+        inputs[0 : 2 * K : 2] = keys
+        inputs[1 : 2 * K : 2] = values
+        inputs[at[:K]] = keys
+        out = {
+            "inputs": inputs,
+            "at": at,
+            "targets": targets,
+            "weights": weights,
+            "attr_distance": distance,
+        }
+        if self.min_pairs:
+            out["attr_pairs"] = np.full(Q, K.bit_length() - 1, np.int32)
+        return out
+
+    @property
+    def attributes(self) -> dict[str, tuple[str, ...]]:
+        out: dict[str, Any] = {"distance": bins.labels(self.length - 1)}  # from a pair's key to its query
+        if self.min_pairs:
+            out["pairs"] = bins.labels(self.n_pairs)
+        return out
+
+    def baselines(self) -> dict[str, float]:
+        mean_pairs = ((self.min_pairs or self.n_pairs) + self.n_pairs) / 2
+        return {"chance": 1 / (self.vocab_size - self.vocab_size // 2), "any value shown": 1 / mean_pairs}

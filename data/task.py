@@ -1,0 +1,98 @@
+"""What a task is: examples as a pure function of (seed, split, index), and the facts to judge a score by.
+
+Shape letters: L tokens the model sees, Q positions where it is asked.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import numpy as np
+
+from data.rng import Stream
+from model.errors import UserError, choose
+
+SPLITS = ("train", "validation", "test")
+
+Example = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A task's fields are the user's config section `data.<name>`.
+
+    Every task also has `length` (L) and `vocab_size`, as fields where the user may choose them.
+
+    An example of an "lm" task holds `inputs` int32 [L], `targets` int32 [Q] and `weights` float32 [Q]. `at`
+    int32 [Q] names the positions whose hidden states are read; without it Q = L and every position is a
+    target. A "classify" example has scalar `targets` and `weights`. `segments` int32 [L], where given, is 0
+    on padding and 1 on the rest. `attr_<name>` int32 holds bin numbers, in the shape of `targets`. All
+    examples of one task have equal shapes.
+    """
+
+    name: ClassVar[str]
+    kind: ClassVar[str]  # lm, classify
+    n_classes: ClassVar[int] = 0  # classify only
+
+    def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """Raises UserError if the fields do not go together."""
+        raise NotImplementedError
+
+    def sizes(self) -> dict[str, int | None]:
+        """Examples per split; None: an endless stream of fresh ones."""
+        return dict.fromkeys(SPLITS)
+
+    def size(self, split: str) -> int | None:
+        return choose("split", split, self.sizes())
+
+    def example(self, split: str, index: int, rng: np.random.Generator) -> Example:
+        """One example, pure in its arguments.
+
+        Over a finite training set the index runs on past the end: index // size is the epoch, index % size
+        the place, and `rng` depends on the place alone.
+        """
+        raise NotImplementedError
+
+    @property
+    def attributes(self) -> dict[str, tuple[str, ...]]:
+        """Names of the attributes accuracy is sliced by -> labels of their bins."""
+        return {}
+
+    def baselines(self) -> dict[str, float]:
+        """Accuracies of trivial predictors, printed beside results."""
+        raise NotImplementedError
+
+    def parameters(self) -> dict[str, Any]:
+        """The fields that determine the data."""
+        return dataclasses.asdict(self)
+
+    def content(self) -> Iterable[bytes]:
+        """Bytes from outside that determine the data."""
+        return ()
+
+    def fingerprint(self, seed: int) -> str:
+        """Short hash of all that determines the data; some examples are in it, so that changed code shows."""
+        h = hashlib.sha256(repr((self.name, sorted(self.parameters().items()), seed)).encode())
+        for chunk in self.content():
+            h.update(chunk)
+        for split in SPLITS:
+            stream = Stream(seed, split)
+            for index in range(3 if self.size(split) is None else min(3, self.size(split))):
+                for key, array in sorted(self.example(split, index, stream.at(index)).items()):
+                    h.update(f"{split}/{index}/{key}/{array.dtype}/{array.shape}".encode() + array.tobytes())
+        return h.hexdigest()[:16]
+
+    def bound(self, field: str, low: float, high: float | None = None, why: str = "") -> None:
+        """Raises UserError unless low <= field <= high."""
+        value = getattr(self, field)
+        if low <= value and (high is None or value <= high):
+            return
+        allowed = f"at least {low}" if high is None else f"{low} to {high}"
+        near = low if high is None or value < low else high
+        raise UserError(
+            f"data.{self.name}.{field} is {value}; allowed: {allowed}{why and f' ({why})'}; closest: {near}"
+        )

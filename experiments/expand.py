@@ -1,0 +1,126 @@
+"""Sweep notation: grids, zips and lists of settings multiplied into runs.
+
+    grid   optim.lr=1e-3,3e-3                              each value; several grids give every combination
+    zip    optim.lr=1e-3,3e-3;model.width=64,32            first with first, second with second
+    list   optim.lr=1e-3,model.width=64;optim.lr=3e-3      each setting as written
+
+A key is a dotted config key, or with a colon before it an argument of the config file: `:arch=mamba,s4d`.
+"""
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from experiments.runs import Run, Value, read_value, with_argument
+from model.errors import UserError
+
+Setting = dict[str, Value]
+
+
+def expand(
+    config: str,
+    grids: Sequence[str] = (),
+    zips: Sequence[str] = (),
+    lists: Sequence[str] = (),
+    seeds: int = 1,
+    common: Mapping[str, Value] = MappingProxyType({}),
+) -> list[Run]:
+    """Every combination of the grids', zips' and lists' settings, each with seeds 0, 1, ...
+
+    The common settings hold for all.
+    """
+    if seeds < 1:
+        raise UserError(f"--seeds={seeds} asks for no run; it counts seeds, from 1 up")
+    factors = [factor for text in grids for factor in read_grid(text)]
+    factors += [read_zip(text) for text in zips] + [read_list(text) for text in lists]
+    _refuse_repeats([[dict(common)], *factors])
+    if not any("seed" in setting for factor in [[common], *factors] for setting in factor):
+        factors.append([{"seed": seed} for seed in range(seeds)])
+    elif seeds > 1:
+        raise UserError(f"seed is set by hand and by --seeds={seeds}; use one of the two")
+    return [_run(config, common, _merge(choice)) for choice in itertools.product(*factors)]
+
+
+def read_grid(text: str) -> list[list[Setting]]:
+    return [[{key: value} for value in values] for key, values in _axes("grid", text)]
+
+
+def read_zip(text: str) -> list[Setting]:
+    axes = _axes("zip", text)
+    lengths = {key: len(values) for key, values in axes}
+    if len(set(lengths.values())) > 1:
+        counts = ", ".join(f"{key} has {n}" for key, n in lengths.items())
+        raise UserError(
+            f"--zip={text} pairs values one to one, so each key needs as many as the others; {counts}"
+        )
+    keys = [key for key, _ in axes]
+    return [
+        dict(zip(keys, values, strict=True)) for values in zip(*(values for _, values in axes), strict=True)
+    ]
+
+
+def read_list(text: str) -> list[Setting]:
+    settings = [[_pair("list", item) for item in split(part, ",")] for part in split(text, ";")]
+    for pairs in settings:
+        _refuse_repeats([[pair] for pair in pairs])
+    return [_merge(pairs) for pairs in settings]
+
+
+def split(text: str, separator: str) -> list[str]:
+    """Splits where the separator stands outside brackets and quotes, so that values may be tuples."""
+    parts, depth, quote = [""], 0, ""
+    for char in text:
+        if quote or char in "'\"":
+            quote = "" if char == quote else quote or char
+        depth += 0 if quote else (char in "([{") - (char in ")]}")
+        if char == separator and not quote and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    return [part.strip() for part in parts]
+
+
+def _axes(flag: str, text: str) -> list[tuple[str, list[Value]]]:
+    axes = []
+    for part in split(text, ";"):
+        key, values = _key_and_text(flag, part)
+        texts = split(values, ",")
+        if not all(texts):
+            raise UserError(f"--{flag}={text} has an empty value for {key}; write KEY=VALUE,VALUE")
+        axes.append((key, [read_value(item) for item in texts]))
+    _refuse_repeats([[{key: None}] for key, _ in axes])
+    return axes
+
+
+def _pair(flag: str, text: str) -> Setting:
+    key, value = _key_and_text(flag, text)
+    return {key: read_value(value)}
+
+
+def _key_and_text(flag: str, text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (equals and key.strip(": ") and value.strip()):
+        raise UserError(
+            f"--{flag} cannot read {text!r}; write KEY=VALUE,VALUE, for example optim.lr=1e-3,3e-3"
+        )
+    return key.strip(), value
+
+
+def _merge(settings: Iterable[Setting]) -> Setting:
+    return {key: value for setting in settings for key, value in setting.items()}
+
+
+def _refuse_repeats(factors: Sequence[list[Setting]]) -> None:
+    seen: set[str] = set()
+    for factor in factors:
+        keys = {key for setting in factor for key in setting}
+        if seen & keys:
+            raise UserError(f"{min(seen & keys)} is given twice; give all its values at one place")
+        seen |= keys
+
+
+def _run(config: str, common: Mapping[str, Value], setting: Setting) -> Run:
+    arguments = {key[1:]: value for key, value in setting.items() if key.startswith(":")}
+    overrides = {key: value for key, value in setting.items() if not key.startswith(":")}
+    labels = {key.removeprefix(":"): value for key, value in setting.items() if key != "seed"}
+    return Run(with_argument(config, arguments), {**common, **overrides}, labels)

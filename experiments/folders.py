@@ -1,0 +1,66 @@
+"""A run's folder: the only thing experiments know a run by.
+
+Training writes `config.json`, `metrics.jsonl` and, once finished, `result.json`. A sweep adds `run.json` (what
+it asks for), `log.txt` (what training printed) and `failed.json` (how it last ended, if badly).
+"""
+
+import fcntl
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from experiments.runs import Run
+
+
+def claim(folder: Path, run: Run) -> None:
+    """Makes a run's folder and notes in it what was asked for, so that a run that never starts is missed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "run.json", asdict(run))
+
+
+def finished(folder: Path) -> bool:
+    return (folder / "result.json").exists()
+
+
+def in_use(folder: Path) -> bool:
+    """Whether some process is training there now: training holds a lock on `.lock` as long as it lives."""
+    try:
+        with (folder / ".lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # never trained there, or a file system without locks
+        return False
+    return False
+
+
+def last_line(path: Path, size: int = 4096) -> str:
+    """The last line of a text file that is not blank, or nothing."""
+    if not path.exists():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - size))
+        lines = file.read().decode(errors="replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def position(folder: Path) -> dict[str, Any]:
+    """Where a run is: its newest metrics line, and in `steps` how far it will go; empty at first."""
+    try:
+        newest = json.loads(last_line(folder / "metrics.jsonl"))
+    except json.JSONDecodeError:  # none yet, or caught in the middle of a write
+        return {}
+    return {"steps": (read_json(folder / "config.json") or {}).get("steps"), **newest}
+
+
+def read_json(path: Path) -> dict | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def write_json(path: Path, value: dict) -> None:
+    """Writes all of it or nothing, so that a reader never meets half a file."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+    partial.replace(path)

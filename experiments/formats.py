@@ -1,0 +1,213 @@
+"""Sheet -> text: markdown, LaTeX and terminal share one arrangement; CSV has a line per cell."""
+
+import csv
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from experiments.layout import COSTS, Cell, Sheet, span
+
+SPREAD = "± is the sample standard deviation over seeds"
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """A sheet as strings."""
+
+    header: list[str]
+    body: list[list[str]]
+    numeric: list[bool]  # which columns hold numbers
+    notes: list[str]
+
+
+def arrange(sheet: Sheet) -> Arrangement:
+    """Labels, then per column its score and, where there is one, the published number, then the costs."""
+    layout = sheet.layout
+    quoted = [
+        any(cells[i] and cells[i].published for cells in sheet.lines.values())
+        for i in range(len(sheet.columns))
+    ]
+    sources = _number_sources(sheet)
+    what = layout.metric.replace("/", " ") + (", %" if _percent(sheet) else "")
+
+    header = [_plain(key) for key in layout.by]
+    for column, has_published in zip(sheet.columns, quoted, strict=True):
+        name = (
+            what
+            if column is None
+            else f"{_plain(column)}: {what}"
+            if len(sheet.columns) == 1
+            else _plain(column)
+        )
+        header += [name, "published"] if has_published else [name]
+    header += ["failed seeds", "params", "state bytes", "steps/s"]
+
+    body = []
+    for line, cells in sheet.lines.items():
+        texts = [_plain(value) for value in line]
+        for cell, has_published in zip(cells, quoted, strict=True):
+            texts.append(_score(cell, sheet))
+            if has_published:
+                published = cell.published if cell else None
+                texts.append(
+                    f"{_number(published.value, sheet)} [{sources[published.source]}]" if published else ""
+                )
+        known = [cell for cell in cells if cell]
+        seeds = sum(cell.summary.n + cell.summary.failed for cell in known)
+        texts.append(f"{sum(cell.summary.failed for cell in known)} of {seeds}")
+        body.append(texts + [_costs(known, cost) for cost in COSTS])
+    for name, spans in sheet.baselines.items():
+        texts = [name, *[""] * (len(layout.by) - 1)]
+        for found, has_published in zip(spans, quoted, strict=True):
+            texts += [_range(found, lambda value: _number(value, sheet))] + [""] * has_published
+        body.append(texts + [""] * 4)
+
+    scores = f"{what[0].upper()}{what[1:]}; {SPREAD}"
+    tuned = [f"{', '.join(layout.tuned)} chosen on the validation split"] if layout.tuned else []
+    notes = [". ".join([scores, *tuned, sheet.provenance]) + "."]
+    notes += [f"[{number}] {source}" for source, number in sources.items()]
+    numeric = [False] * len(layout.by) + [True] * (len(header) - len(layout.by))
+    return Arrangement(header, body, numeric, notes)
+
+
+def markdown(sheet: Sheet) -> str:
+    table = arrange(sheet)
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+    rule = "| " + " | ".join("---:" if numeric else "---" for numeric in table.numeric) + " |"
+    title = [f"**{sheet.layout.title}**", ""] if sheet.layout.title else []
+    lines = [*title, line(table.header), rule, *map(line, table.body), "", *_paragraphs(table.notes)]
+    return "\n".join(lines) + "\n"
+
+
+def latex(sheet: Sheet) -> str:
+    table = arrange(sheet)
+
+    def line(cells: Sequence[str]) -> str:
+        return " & ".join(map(escape_latex, cells)) + r" \\"
+
+    columns = "".join("r" if numeric else "l" for numeric in table.numeric)
+    caption = " ".join(filter(None, [sheet.layout.title and sheet.layout.title + ".", *table.notes]))
+    return "\n".join(
+        [
+            r"% needs \usepackage{booktabs}",
+            r"\begin{table}",
+            r"\centering",
+            rf"\begin{{tabular}}{{{columns}}}",
+            r"\toprule",
+            line(table.header),
+            r"\midrule",
+            *map(line, table.body),
+            r"\bottomrule",
+            r"\end{tabular}",
+            rf"\caption{{{escape_latex(caption)}}}",
+            r"\end{table}",
+            "",
+        ]
+    )
+
+
+def escape_latex(text: str) -> str:
+    special = {char: "\\" + char for char in "&%$#_{}"} | {
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+        "±": r"$\pm$",
+        "–": "--",
+    }
+    return "".join(special.get(char, char) for char in text)
+
+
+def comma_separated(sheet: Sheet) -> str:
+    """Numbers as they are: fractions, bytes, no rounding."""
+    layout, text = sheet.layout, io.StringIO()
+    across = [layout.across] if layout.across else []
+    writer = csv.writer(text, lineterminator="\n")
+    numbers = ["metric", "mean", "spread", "seeds", "failed", *COSTS, *sheet.baselines, "published", "source"]
+    writer.writerow([*layout.by, *across, *numbers])
+    for line, cells in sheet.lines.items():
+        for i, (column, cell) in enumerate(zip(sheet.columns, cells, strict=True)):
+            if cell is None:
+                continue
+            summary, published = cell.summary, cell.published
+            costs = [cell.costs.get(cost) for cost in COSTS]
+            trivial = [spans[i][0] if spans[i] else None for spans in sheet.baselines.values()]
+            place = [*map(_plain, line), *([_plain(column)] if across else [])]
+            scores = [layout.metric, summary.mean, summary.spread, summary.n, summary.failed]
+            quote = [published.value, published.source] if published else [None, None]
+            writer.writerow([*place, *scores, *costs, *trivial, *quote])
+    return text.getvalue()
+
+
+def terminal(sheet: Sheet, width: int) -> Group:
+    """Tables no wider than the terminal, one below the other, each beginning with the labels."""
+    table = arrange(sheet)
+    widths = [max(map(len, column)) + 3 for column in zip(table.header, *table.body, strict=True)]
+    labels = table.numeric.index(True)
+    blocks, room = [[]], width - 1 - sum(widths[:labels])
+    for i in range(labels, len(widths)):
+        if blocks[-1] and sum(widths[j] for j in blocks[-1]) + widths[i] > room:
+            blocks.append([])
+        blocks[-1].append(i)
+    shown = []
+    for block in blocks:
+        part = Table(box=box.ROUNDED)
+        for i in [*range(labels), *block]:
+            part.add_column(Text(table.header[i]), justify="right" if table.numeric[i] else "left")
+        for cells in table.body:
+            part.add_row(*(Text(cells[i]) for i in [*range(labels), *block]))
+        shown.append(part)
+    return Group(Text(sheet.layout.title, style="bold"), *shown, Text("\n".join(table.notes)))
+
+
+def _score(cell: Cell | None, sheet: Sheet) -> str:
+    if cell is None:
+        return ""
+    mean, spread, failed = cell.summary.mean, cell.summary.spread, cell.summary.failed
+    if mean is None:
+        return "failed"
+    text = _number(mean, sheet) + (f" ± {_number(spread, sheet)}" if spread is not None else "")
+    return text + (f" ({failed} failed)" if failed else "")
+
+
+def _percent(sheet: Sheet) -> bool:
+    return sheet.layout.metric.endswith("accuracy")
+
+
+def _number(value: float, sheet: Sheet) -> str:
+    return f"{100 * value:.1f}" if _percent(sheet) else f"{value:.4g}"
+
+
+def _costs(cells: Sequence[Cell], cost: str) -> str:
+    found = span(cell.costs.get(cost) for cell in cells)
+    return _range(found, lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}")
+
+
+def _range(found: tuple[float, float] | None, write: Callable[[float], str]) -> str:
+    if found is None:
+        return ""
+    low, high = map(write, found)
+    return low if low == high else f"{low}–{high}"
+
+
+def _number_sources(sheet: Sheet) -> dict[str, int]:
+    quoted = [cell.published for cells in sheet.lines.values() for cell in cells if cell and cell.published]
+    return {source: i for i, source in enumerate(dict.fromkeys(p.source for p in quoted), start=1)}
+
+
+def _paragraphs(notes: Sequence[str]) -> list[str]:
+    return [line for note in notes for line in (note, "")][:-1]
+
+
+def _plain(value: Any) -> str:
+    return "+".join(map(_plain, value)) if isinstance(value, tuple | list) else str(value)

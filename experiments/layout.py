@@ -1,0 +1,135 @@
+"""Rows -> sheet: the numbers of a table, each in its place, before anyone decides how to print them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+from experiments.rows import Row, Summary, best, check_labels, check_metric, group, summarise, varying
+from model.errors import UserError
+
+COSTS = ("params", "state_bytes", "steps_per_s")
+
+
+@dataclass(frozen=True)
+class Published:
+    value: float
+    source: str  # who, where, and what their setting was
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a table shows."""
+
+    metric: str
+    by: tuple[str, ...]  # labels that name its lines
+    across: str | None = None  # label that names its columns; None: one column
+    tuned: tuple[str, ...] = ()  # labels whose best value on the validation split is taken
+    order: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # label -> values as they should stand
+    published: Mapping[tuple[str, ...], Published] = field(
+        default_factory=dict
+    )  # (*by, across) values -> number
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Cell:
+    summary: Summary
+    seeds: tuple[tuple[Any, float], ...]  # (seed, score) of those that count
+    costs: Mapping[str, float]  # mean over those seeds
+    published: Published | None
+
+
+@dataclass(frozen=True)
+class Sheet:
+    layout: Layout
+    columns: tuple[Any, ...]
+    lines: Mapping[tuple, tuple[Cell | None, ...]]  # by-values -> one cell per column; None: never asked for
+    baselines: Mapping[str, tuple[tuple[float, float] | None, ...]]  # name -> lowest, highest per column
+    provenance: str
+
+
+def sheet(rows: Sequence[Row], layout: Layout) -> Sheet:
+    """Puts rows in their places; refuses to average over anything but seeds."""
+    if not rows:
+        raise UserError("no rows to report on; give the folder or the rows of a sweep")
+    keys = [*layout.by, *([layout.across] if layout.across else [])]
+    check_labels(rows, [*keys, *layout.tuned])
+    check_metric(rows, layout.metric)
+    kept = best(rows, layout.tuned, layout.metric) if layout.tuned else list(rows)
+    mixed = [key for key in varying(kept) if key not in (*keys, *layout.tuned)]
+    if mixed:
+        raise UserError(
+            f"rows of one cell differ in {', '.join(mixed)}, not only in seed; "
+            "name it in --by, --across or --tune"
+        )
+    places = group(kept, keys)
+    columns = _ordered({place[-1] for place in places}, layout.across, layout) if layout.across else (None,)
+    lines = {}
+    for line in _lines(places, layout):
+        at = [(*line, column) if layout.across else line for column in columns]
+        lines[line] = tuple(_cell(places[place], place, layout) if place in places else None for place in at)
+    return Sheet(layout, columns, lines, _baselines(kept, columns, layout), _provenance(rows))
+
+
+def span(values: Iterable[float | None]) -> tuple[float, float] | None:
+    """Lowest and highest of the numbers there are."""
+    known = [value for value in values if value is not None]
+    return (min(known), max(known)) if known else None
+
+
+def _cell(rows: Sequence[Row], place: tuple, layout: Layout) -> Cell:
+    counted = [row for row in rows if summarise([row], layout.metric).n]
+    costs = {cost: [row[cost] for row in counted if row.get(cost) is not None] for cost in COSTS}
+    return Cell(
+        summary=summarise(rows, layout.metric),
+        seeds=tuple((row["seed"], row["metrics"][layout.metric]) for row in counted),
+        costs={cost: fmean(found) for cost, found in costs.items() if found},
+        published=layout.published.get(tuple(map(str, place))),
+    )
+
+
+def _lines(places: Iterable[tuple], layout: Layout) -> list[tuple]:
+    found = list(dict.fromkeys(place[: len(layout.by)] for place in places))
+    orders = [_ordered({line[i] for line in found}, key, layout) for i, key in enumerate(layout.by)]
+    return sorted(
+        found, key=lambda line: [order.index(value) for order, value in zip(orders, line, strict=True)]
+    )
+
+
+def _ordered(values: Iterable[Any], key: str, layout: Layout) -> tuple[Any, ...]:
+    """As the layout says; what it does not name comes after, numbers by size, then words."""
+    known = list(layout.order.get(key, ()))
+
+    def rank(value: Any) -> tuple:
+        number = isinstance(value, int | float)
+        return (
+            known.index(value) if value in known else len(known),
+            not number,
+            value if number else 0,
+            "" if number else str(value),
+        )
+
+    return tuple(sorted(values, key=rank))
+
+
+def _baselines(rows: Sequence[Row], columns: Sequence[Any], layout: Layout) -> dict[str, tuple]:
+    """Trivial scores by column. They are accuracies, so tables of anything else have none."""
+    if not layout.metric.endswith("accuracy"):
+        return {}
+    names = dict.fromkeys(name for row in rows for name in row.get("baselines", {}))
+    there = group(rows, [layout.across]) if layout.across else {(None,): rows}
+    return {
+        name: tuple(
+            span(row.get("baselines", {}).get(name) for row in there[(column,)]) for column in columns
+        )
+        for name in names
+    }
+
+
+def _provenance(rows: Sequence[Row]) -> str:
+    def all_of(key: str) -> str:
+        return ", ".join(dict.fromkeys(str(row[key]) for row in rows if row.get(key)))
+
+    parts = [("device", all_of("device")), ("jax", all_of("jax")), ("revision", all_of("revision"))]
+    return "; ".join([f"{len(rows)} runs", *(f"{name} {value}" for name, value in parts if value)])

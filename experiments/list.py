@@ -1,0 +1,72 @@
+"""Names everything there is to choose from, one line each.
+
+python -m experiments.list
+"""
+
+import ast
+import inspect
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+import data
+from configs.archs import ARCHS
+from experiments.tables import TABLES
+from model.errors import UserError
+from model.mixers import MIXERS
+from model.positions import POSITIONS
+from train import cli
+from train import config as configs
+
+
+def catalogue() -> dict[str, dict[str, str]]:
+    """Section -> name -> what it is."""
+    return {
+        "mixers (model.mixers)": {name: first_line(mixer) for name, mixer in sorted(MIXERS.items())},
+        "positions (model.position)": {
+            name: first_line(position) for name, position in sorted(POSITIONS.items())
+        },
+        "tasks (data.task)": {name: first_line(task) for name, task in sorted(data.TASKS.items())},
+        "architectures (arch=...)": {name: settings(arch) for name, arch in ARCHS.items()},
+        "configs (--config=...)": config_files(Path("configs")),
+        "tables (experiments.reproduce)": {name: table.description for name, table in TABLES.items()},
+    }
+
+
+def first_line(thing: object) -> str:
+    """The first line of a docstring; a class without one says what its parent says."""
+    return (inspect.getdoc(thing) or "").partition("\n")[0]
+
+
+def settings(arch: dict) -> str:
+    """What a named architecture changes in the model section."""
+    flat = configs.flatten(arch)
+    shown = {key: "+".join(value) if isinstance(value, tuple) else value for key, value in flat.items()}
+    return ", ".join(f"{key}={value}" for key, value in shown.items())
+
+
+def config_files(folder: Path) -> dict[str, str]:
+    """Files that define get_config, read without running them; the base is not a run."""
+    found = {}
+    for path in sorted(folder.glob("*.py")):
+        tree = ast.parse(path.read_text())
+        defines = any(isinstance(node, ast.FunctionDef) and node.name == "get_config" for node in tree.body)
+        if defines and path.name != "base.py":
+            found[str(path)] = (ast.get_docstring(tree) or "").partition("\n")[0]
+    return found
+
+
+def main(argv: list[str]) -> None:
+    if argv[1:]:
+        raise UserError(f"unexpected argument {argv[1]!r}; list takes none")
+    console = Console(highlight=False, soft_wrap=True)
+    for section, names in catalogue().items():
+        console.print(Text(section, style="bold"))
+        width = max(map(len, names), default=0)
+        for name, line in names.items():
+            console.print(Text(f"  {name:{width}}  {line}".rstrip()))
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,52 @@
+"""Runs a named table and prints it: mean and spread over seeds, and published numbers beside them.
+
+    python -m experiments.reproduce quickstart [--scale=smoke] [--jobs=2] [--out=runs/quickstart]
+
+Call it again to take up where it stopped. `python -m experiments.list` names the tables.
+"""
+
+from pathlib import Path
+
+from absl import flags
+
+from experiments import campaign, rows
+from experiments.layout import sheet
+from experiments.publish import publish, show
+from experiments.tables import SCALES, TABLES, Table, layout
+from model.errors import UserError, choose, closest
+from train import cli
+
+SCALE = flags.DEFINE_string("scale", None, f"One of {', '.join(SCALES)}, where the table has it.")
+JOBS = flags.DEFINE_integer("jobs", None, "Runs at once; default one per core, or one on an accelerator.")
+OUT = flags.DEFINE_string(
+    "out", None, "Folder; default runs/TABLE, or runs/TABLE-SCALE at another than its first scale."
+)
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) != 2:
+        raise UserError(f"reproduce takes one table; choose from {', '.join(sorted(TABLES))}")
+    table = choose("table", argv[1], TABLES)
+    scale = choose_scale(table, SCALE.value)
+    out = Path(OUT.value or f"runs/{table.name}" + (f"-{scale}" if scale != table.scales[0] else ""))
+    planned = campaign.plan(table.runs(scale), out)
+    tally = campaign.carry_out(planned, out, JOBS.value)
+    if tally.stopped:
+        return campaign.exit_code(tally)
+    filled = [row for row in rows.read(out / "rows.jsonl") if row["run"] in planned]
+    made = sheet(filled, layout(table, scale))
+    show(made, [out / "rows.jsonl", *publish(made, out)])
+    return campaign.exit_code(tally)
+
+
+def choose_scale(table: Table, given: str | None) -> str:
+    if given is None or given in table.scales:
+        return given or table.scales[0]
+    allowed = ", ".join(table.scales)
+    raise UserError(
+        f"table {table.name} has no scale {given!r}; choose from {allowed}{closest(given, table.scales)}"
+    )
+
+
+if __name__ == "__main__":
+    cli.run(main)

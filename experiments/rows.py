@@ -1,0 +1,135 @@
+"""Rows, one per run, and their summary over seeds. A run that failed keeps its row and is counted.
+
+A row is a run's `result.json` with `run` (its name) and `labels` (its place in a table). A run without a
+result has a row too, with `status` "failed" (`error` says how it ended) or "missing" (not finished).
+"""
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from experiments import folders
+from model.errors import UserError, closest
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One number over seeds."""
+
+    mean: float | None  # None: no seed has a number
+    spread: float | None  # sample standard deviation; None below two seeds
+    n: int  # seeds that count
+    failed: int  # seeds that do not: crashed, missing or non-finite
+
+
+def collect(out: Path) -> list[Row]:
+    """The rows of every run that has a folder in `out`, in the order of their names."""
+    if not out.is_dir():
+        raise UserError(f"no folder {out}; give the --out of a sweep")
+    return [row_of(path.parent) for path in sorted(out.glob("*/run.json"))]
+
+
+def row_of(folder: Path) -> Row:
+    asked = folders.read_json(folder / "run.json") or {"labels": {}, "overrides": {}}
+    row = folders.read_json(folder / "result.json")
+    if row is None:
+        error = folders.read_json(folder / "failed.json")
+        row = {"status": "failed", "error": error["error"]} if error else {"status": "missing"}
+        row |= {"seed": asked["overrides"].get("seed"), "metrics": {}}
+    return {**row, "run": folder.name, "labels": asked["labels"]}
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    """One line per row, keys sorted, so that two versions differ only where results do."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    ordered = sorted(rows, key=lambda row: row["run"])
+    partial.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in ordered))
+    partial.replace(path)
+
+
+def read(path: Path) -> list[Row]:
+    if not path.is_file():
+        raise UserError(f"no rows at {path}; a sweep writes them to OUT/rows.jsonl")
+    lines = path.read_text().splitlines()
+    try:
+        return [json.loads(line) for line in lines if line.strip()]
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not a file of rows, one JSON object per line: {error}") from error
+
+
+def score(row: Row, metric: str) -> float | None:
+    """The row's number, or None where it has none that counts."""
+    value = row["metrics"].get(metric)
+    good = row["status"] in ("finished", "target") and value is not None and math.isfinite(value)
+    return value if good else None
+
+
+def summarise(rows: Sequence[Row], metric: str) -> Summary:
+    values = [value for row in rows if (value := score(row, metric)) is not None]
+    return Summary(
+        mean=statistics.fmean(values) if values else None,
+        spread=statistics.stdev(values) if len(values) > 1 else None,
+        n=len(values),
+        failed=len(rows) - len(values),
+    )
+
+
+def group(rows: Iterable[Row], keys: Sequence[str]) -> dict[tuple, list[Row]]:
+    """Rows by the values of these labels, in order of appearance."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(_hashable(row["labels"].get(key)) for key in keys), []).append(row)
+    return groups
+
+
+def varying(rows: Sequence[Row]) -> list[str]:
+    """Labels in which the rows differ, in order of appearance."""
+    keys = dict.fromkeys(key for row in rows for key in row["labels"])
+    return [key for key in keys if len({_hashable(row["labels"].get(key)) for row in rows}) > 1]
+
+
+def best(rows: Sequence[Row], tuned: Sequence[str], metric: str) -> list[Row]:
+    """Of the settings that differ in the tuned labels only, the rows of the one that validates best.
+
+    A setting with fewer failed seeds wins over a higher score; the test split plays no part.
+    """
+    validation = "validation/" + metric.split("/")[-1]
+    sign = 1 if lower_is_better(metric) else -1
+    places = group(rows, [key for key in varying(rows) if key not in tuned])
+
+    def rank(setting: list[Row]) -> tuple[int, float]:
+        summary = summarise(setting, validation)
+        return summary.failed, math.inf if summary.mean is None else sign * summary.mean
+
+    return [row for place in places.values() for row in min(group(place, tuned).values(), key=rank)]
+
+
+def lower_is_better(metric: str) -> bool:
+    return metric.endswith(("loss", "perplexity"))
+
+
+def check_labels(rows: Sequence[Row], given: Sequence[str]) -> None:
+    known = dict.fromkeys(key for row in rows for key in row["labels"])
+    for key in given:
+        if key not in known:
+            allowed = ", ".join(known) or "none"
+            raise UserError(f"unknown label {key!r}; the rows have {allowed}{closest(key, known)}")
+
+
+def check_metric(rows: Sequence[Row], metric: str) -> None:
+    known: Mapping[str, None] = dict.fromkeys(key for row in rows for key in row["metrics"])
+    if known and metric not in known:
+        raise UserError(
+            f"unknown metric {metric!r}; the rows have {', '.join(known)}{closest(metric, known)}"
+        )
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list) else value

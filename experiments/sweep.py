@@ -1,0 +1,51 @@
+"""Runs a config many times: every combination of the settings given, on this machine, a few at a time.
+
+    python -m experiments.sweep --config=configs/debug.py --grid=optim.lr=1e-3,3e-3 --seeds=3 --out=runs/lr
+
+experiments/expand.py has the notation of --grid, --zip and --list; --config.KEY=VALUE holds for all runs. Call
+it again to take up where it stopped: finished runs are skipped, others continue. Rows are in OUT/rows.jsonl.
+"""
+
+from pathlib import Path
+
+from absl import flags
+
+from experiments import campaign
+from experiments.expand import expand
+from experiments.launch import LAUNCHERS
+from experiments.runs import read_value
+from model.errors import UserError
+from train import cli
+
+CONFIG = flags.DEFINE_string("config", None, "Config file of every run, with its argument if any.")
+GRID = flags.DEFINE_multi_string("grid", [], "KEY=VALUE,VALUE: every value; may be repeated.")
+ZIP = flags.DEFINE_multi_string("zip", [], "KEY=V1,V2;KEY=W1,W2: values side by side; may be repeated.")
+LIST = flags.DEFINE_multi_string("list", [], "KEY=V,KEY=W;KEY=V: settings as written; may be repeated.")
+SEEDS = flags.DEFINE_integer("seeds", 1, "Runs of each setting, with seeds 0, 1, ...")
+OUT = flags.DEFINE_string("out", None, "Folder of the sweep; each run gets a folder in it.")
+JOBS = flags.DEFINE_integer("jobs", None, "Runs at once; default one per core, or one on an accelerator.")
+DRY_RUN = flags.DEFINE_bool("dry-run", False, "Only print the commands.")
+LAUNCHER = flags.DEFINE_string("launcher", "local", f"How runs are started: {', '.join(LAUNCHERS)}.")
+
+
+def main(argv: list[str]) -> int:
+    if argv[1:]:
+        raise UserError(
+            f"unexpected argument {argv[1]!r}; sweep takes flags only, such as --grid=optim.lr=1e-3,3e-3"
+        )
+    if not (CONFIG.value and OUT.value):
+        raise UserError("give both --config=FILE.py and --out=FOLDER")
+    out = Path(OUT.value)
+    common = {key: read_value(text) for key, text in cli.overrides()}
+    runs = expand(CONFIG.value, GRID.value, ZIP.value, LIST.value, SEEDS.value, common)
+    planned = campaign.plan(runs, out)
+    if DRY_RUN.value:
+        print("\n".join(campaign.commands(planned, out)))
+        return 0
+    if len(planned) < len(runs):
+        print(f"{len(runs)} settings, {len(planned)} of them different")
+    return campaign.exit_code(campaign.carry_out(planned, out, JOBS.value, LAUNCHER.value))
+
+
+if __name__ == "__main__":
+    cli.run(main)

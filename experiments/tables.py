@@ -1,0 +1,101 @@
+"""The named tables: which runs fill them, how they are laid out, and what others have published.
+
+A table is a value. A new one is a function from a scale to runs and an entry in TABLES.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from experiments.layout import Layout, Published
+from experiments.runs import Run, Value
+from model.errors import choose
+
+SCALES = {
+    "smoke": "minutes on a CPU; shows that everything runs, not who wins",
+    "small": "a small version of the question, on a laptop or one accelerator",
+    "paper": "the published setting",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    name: str
+    description: str  # one line
+    runs: Callable[[str], list[Run]]  # scale -> runs
+    scales: tuple[str, ...]  # those it can be run at; the first is the default
+    by: tuple[str, ...]  # labels that name its lines
+    across: str | None  # label that names its columns
+    metric: str
+    published: Mapping[tuple[str, ...], Published] = field(
+        default_factory=dict
+    )  # (*by, across) values -> number
+
+
+def layout(table: Table, scale: str) -> Layout:
+    """Lines and columns stand in the order of the table's runs."""
+    runs = table.runs(scale)
+    keys = dict.fromkeys(key for run in runs for key in run.labels)
+    order = {key: list(dict.fromkeys(run.labels[key] for run in runs if key in run.labels)) for key in keys}
+    title = f"{table.name}: {table.description}" + (f" (scale {scale})" if scale != table.scales[0] else "")
+    return Layout(table.metric, table.by, table.across, order=order, published=table.published, title=title)
+
+
+def cross(
+    archs: Sequence[str], tasks: Sequence[str], seeds: int, overrides: Mapping[str, Value]
+) -> list[Run]:
+    """Every architecture on every synthetic task."""
+    return [
+        Run(
+            f"configs/synthetic.py:task={task},arch={arch}",
+            {**overrides, "seed": seed},
+            {"arch": arch, "task": task},
+        )
+        for arch in archs
+        for task in tasks
+        for seed in range(seeds)
+    ]
+
+
+def quickstart(scale: str) -> list[Run]:
+    archs = ("attention", "mqa", "s4d", "mamba", "hybrid")
+    tasks = ("mqar", "selective_copying", "induction")
+    smoke = {"steps": 20, "log_every": 5, "eval_every": 0, "eval_batches": 1, "optim.warmup": 5}
+    return cross(archs, tasks, seeds=2, overrides=choose("scale", scale, {"small": {}, "smoke": smoke}))
+
+
+MAMBA = "Gu and Dao 2023, Mamba (arXiv:2312.00752)"
+QUICKSTART_PUBLISHED = {
+    ("attention", "mqar"): Published(
+        1.0,
+        "Arora et al. 2023, Zoology (arXiv:2312.04927), figure 2, read off: length 64, 4 pairs,"
+        " vocabulary 8192, learned positions",
+    ),
+    ("mamba", "selective_copying"): Published(
+        0.998, f"{MAMBA}: length 4096, 16 tokens to copy, 2 layers of width 64, 400,000 steps"
+    ),
+    ("attention", "induction"): Published(
+        1.0, f"{MAMBA}: trained and tested at length 256, rotary positions, 2 layers of width 128"
+    ),
+    ("mamba", "induction"): Published(
+        1.0, f"{MAMBA}: trained and tested at length 256, 2 layers of width 64"
+    ),
+    ("s4d", "induction"): Published(
+        0.356, "Fu et al. 2022, H3 (arXiv:2212.14052): length 30, vocabulary 20, width 32"
+    ),
+}
+
+TABLES = {
+    table.name: table
+    for table in [
+        Table(
+            name="quickstart",
+            description="recall, copying and induction in five architectures of about equal size",
+            runs=quickstart,
+            scales=("small", "smoke"),
+            by=("arch",),
+            across="task",
+            metric="test/accuracy",
+            published=QUICKSTART_PUBLISHED,
+        ),
+    ]
+}

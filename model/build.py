@@ -1,0 +1,112 @@
+"""From a config's model section to a model, with every mistake in it told before anything is compiled."""
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+
+from model.block import Block
+from model.contract import section
+from model.errors import UserError, choose
+from model.heads import SequenceModel
+from model.layers import ACTIVATIONS, NORMS, mlp_width
+from model.mixers import MIXERS
+from model.positions import POSITIONS, Position
+from model.stack import Stack
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float64": jnp.float64}
+
+
+def sections(mixers: tuple[str, ...], position: str) -> dict[str, dict[str, Any]]:
+    """The config sections that these choices bring, with their defaults."""
+    found = {name: section(choose("mixer", name, MIXERS)) for name in mixers}
+    own = section(choose("position", position, POSITIONS), without=Position)
+    return found | ({position: own} if own else {})
+
+
+def build(config: Mapping[str, Any], vocab_size: int, n_classes: int = 0) -> SequenceModel:
+    """The model that a config's model section describes, for a task's vocabulary and classes."""
+    c = config
+    check(c, n_classes)
+    dtype = choose("dtype", c["dtype"], DTYPES)
+    position = partial(POSITIONS[c["position"]], **c.get(c["position"], {}))
+
+    def block(name: str):
+        cls = MIXERS[name]
+        place = {"position": position} if hasattr(cls, "softmax") else {}
+        mixer = partial(cls, width=c["width"], causal=c["causal"], dtype=dtype, **place, **c.get(name, {}))
+        return partial(
+            Block,
+            mixer=mixer,
+            norm=c["norm"],
+            norm_order=c["norm_order"],
+            mlp=c["mlp"],
+            mlp_width=mlp_width(c["mlp"], c["width"], c["mlp_width"]),
+            dropout=c["dropout"],
+            dtype=dtype,
+        )
+
+    stack = partial(
+        Stack,
+        blocks=tuple(block(m) for m in c["mixers"]),
+        layers=c["layers"],
+        scan=c["scan"],
+        remat=c["remat"],
+    )
+    return SequenceModel(
+        vocab_size=vocab_size,
+        width=c["width"],
+        stack=stack,
+        position=position,
+        n_classes=n_classes,
+        pool=c["pool"],
+        norm=c["norm"],
+        tied=c["tied"],
+        dropout=c["dropout"],
+        dtype=dtype,
+    )
+
+
+def check(c: Mapping[str, Any], n_classes: int) -> None:
+    """Refuses what cannot work, by name."""
+    for key in ("width", "layers"):
+        if c[key] < 1:
+            raise UserError(f"model.{key} {c[key]} must be at least 1")
+    if not c["mixers"]:
+        raise UserError(f"model.mixers is empty; choose from {', '.join(sorted(MIXERS))}")
+    mixers = [choose("mixer", name, MIXERS) for name in c["mixers"]]
+    position = choose("position", c["position"], POSITIONS)
+    choose("norm", c["norm"], NORMS)
+    choose("norm order", c["norm_order"], {"pre", "post"})
+    choose("mlp", c["mlp"], ACTIVATIONS)
+    choose("pool", c["pool"], {"mean", "cls", "last"})
+    if not 0 <= c["dropout"] < 1:
+        raise UserError(f"model.dropout {c['dropout']} must be at least 0 and below 1")
+    if position.needs_attention and not any(hasattr(m, "softmax") for m in mixers):
+        free = ", ".join(name for name, p in POSITIONS.items() if not p.needs_attention)
+        raise UserError(
+            f"position {c['position']!r} acts on the scores of attention, and mixers {tuple(c['mixers'])} have none; "
+            f"choose from {free}"
+        )
+    if n_classes and c["pool"] == "cls" and c["causal"]:
+        raise UserError(
+            "pool 'cls' reads the first position, which sees nothing in a causal model; use mean or last"
+        )
+
+
+# Parameters outside the mixers: norms, biases and embeddings are not decayed.
+SHARED_GROUPS = {"scale": "no_decay", "bias": "no_decay", "embedding": "no_decay", "cls": "no_decay"}
+
+
+def group_rules(config: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(pattern of a parameter's path, optimizer group); a path that none matches is in the group `decay`."""
+    rules = [(rf"(.*/)?{name}", group) for name, group in SHARED_GROUPS.items()]
+    rules += [
+        (rf"(.*/)?position/{name}", group) for name, group in POSITIONS[config["position"]].groups.items()
+    ]
+    for i, mixer in enumerate(config["mixers"]):
+        for name, group in MIXERS[mixer].groups.items():
+            rules.append((rf"stack/(layers|rest)/block_{i}/mixer/{re.escape(name)}", group))
+    return rules

@@ -1,0 +1,64 @@
+"""The contract every mixer obeys: `y, state = mixer(x, ctx, state=None)`.
+
+Shape letters, used in every signature and einsum of the project:
+
+    B batch     L length      D width (of the model)   V vocabulary
+    H heads     G key-value heads   K head dim         M cache or memory length
+    E inner width of a mixer  N state size per channel C outputs of a classifier
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+State = Any  # a pytree of arrays, or None
+
+
+@struct.dataclass
+class Context:
+    """What a mixer knows about the tokens besides their vectors."""
+
+    positions: jax.Array  # [B or 1, L] int32, counted within each document: 0 opens a document
+    segments: jax.Array | None = None  # [B, L] int32, 0 is padding; None: one document a row, no padding
+    train: bool = struct.field(pytree_node=False, default=False)
+
+
+class Mixer(nn.Module):
+    """Mixes information along the length: `x, y: [B, L, D]`.
+
+    `state=None` starts from an empty past and returns None for the state. A state opened by `init_state` makes any
+    split of a sequence into calls equal to one call. Fields of a subclass are its section in the config.
+    """
+
+    width: int
+    causal: bool = True
+    dtype: Any = jnp.float32
+
+    # Last component of a parameter's path -> optimizer group (see train/optim.py); what is not named is decayed.
+    groups: ClassVar[dict[str, str]] = {}
+
+    def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
+        raise NotImplementedError
+
+    def init_state(self, batch: int, max_len: int) -> State:
+        """An empty past for `batch` rows with room for `max_len` tokens."""
+        raise NotImplementedError
+
+    def state_bytes(self, length: int) -> int:
+        """Bytes that one row's past of `length` tokens takes."""
+        raise NotImplementedError
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype for parameters, softmax and recurrences: at least float32."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def section(cls: type, without: type | None = None) -> dict[str, Any]:
+    """A dataclass's own fields and defaults: the config section it brings."""
+    hidden = {"parent", "name", "position"} | {f.name for f in dataclasses.fields(without or Mixer)}
+    return {f.name: f.default for f in dataclasses.fields(cls) if f.name not in hidden}

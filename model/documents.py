@@ -1,0 +1,44 @@
+"""Where documents begin in rows that pack several, and padding, with counts that carry over between calls."""
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+@struct.dataclass
+class Reading:
+    """How far each row has been read: the open document and the number of its tokens seen."""
+
+    segment: jax.Array  # [B] int32
+    count: jax.Array  # [B] int32
+
+
+def open_reading(batch: int) -> Reading:
+    return Reading(segment=jnp.zeros(batch, jnp.int32), count=jnp.zeros(batch, jnp.int32))
+
+
+def document_positions(segments: jax.Array, reading: Reading) -> tuple[jax.Array, Reading]:
+    """Positions within documents, `[B, L]`, and the reading after these tokens.
+
+    A token opens a document when its segment differs from that of the last token that was not padding, so padding
+    between two calls does not close a document. Padding itself gets position 0.
+    """
+    real = segments > 0
+    seen = jnp.cumsum(real, axis=1) - real  # real tokens before each one, in this call
+    # The index of the last real token before each one (-1: none in this call) and its segment.
+    index = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+    last = jax.lax.cummax(jnp.where(real, index, -1), axis=1)
+    before = jnp.concatenate([jnp.full_like(last[:, :1], -1), last[:, :-1]], axis=1)
+    carried = reading.segment[:, None]
+    previous = jnp.where(before < 0, carried, jnp.take_along_axis(segments, jnp.maximum(before, 0), axis=1))
+    opens = real & (segments != previous)
+    # Tokens seen when the current document opened; before any opening the count goes on from the reading.
+    opened = jax.lax.cummax(jnp.where(opens, seen, -1), axis=1)
+    positions = jnp.where(opened < 0, seen + reading.count[:, None], seen - opened)
+    end = jnp.maximum(last[:, -1:], 0)
+    any_real = last[:, -1] >= 0
+    after = Reading(
+        segment=jnp.where(any_real, jnp.take_along_axis(segments, end, axis=1)[:, 0], reading.segment),
+        count=jnp.where(any_real, jnp.take_along_axis(positions, end, axis=1)[:, 0] + 1, reading.count),
+    )
+    return jnp.where(real, positions, 0).astype(jnp.int32), after

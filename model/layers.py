@@ -1,0 +1,91 @@
+"""Dense maps, norms and MLPs: the parts between the mixers."""
+
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from model.contract import wide
+from model.errors import UserError, choose
+
+fan_in = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+
+
+class Dense(nn.Module):
+    """A linear map from the last `inputs` axes to `features`; the kernel carries logical axis names, for sharding."""
+
+    features: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    inputs: int = 1
+    bias: bool = False
+    init: nn.initializers.Initializer = fan_in
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        contracted = x.shape[-self.inputs :]
+
+        def flat_init(key, shape, dtype):  # fans are those of the map as a matrix
+            matrix = self.init(key, (math.prod(contracted), math.prod(self.features)), dtype)
+            return matrix.reshape(shape)
+
+        kernel_init = nn.with_logical_partitioning(flat_init, self.axes)
+        kernel = self.param("kernel", kernel_init, (*contracted, *self.features), wide(self.dtype))
+        y = jnp.tensordot(x.astype(self.dtype), kernel.astype(self.dtype), self.inputs)
+        if self.bias:
+            bias_init = nn.with_logical_partitioning(nn.initializers.zeros_init(), self.axes[self.inputs :])
+            y = y + self.param("bias", bias_init, self.features, wide(self.dtype)).astype(self.dtype)
+        return y
+
+
+def dense(
+    features: int | tuple[int, ...], axes: tuple[str | None, ...], dtype: Any, name: str, **options: Any
+) -> Dense:
+    """A `Dense` by its essentials."""
+    features = (features,) if isinstance(features, int) else features
+    return Dense(features, axes, dtype=dtype, name=name, **options)
+
+
+NORMS = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}
+
+
+def norm(kind: str, dtype: Any, name: str) -> nn.Module:
+    """RMSNorm (https://arxiv.org/abs/1910.07467) or LayerNorm, statistics in float32."""
+    # The scale is a vector of the width: cheap enough to keep whole on every device.
+    return choose("norm", kind, NORMS)(epsilon=1e-5, dtype=dtype, param_dtype=wide(dtype), name=name)
+
+
+ACTIVATIONS = {"relu": nn.relu, "gelu": nn.gelu, "swiglu": nn.silu, "none": None}
+
+
+def mlp_width(kind: str, width: int, given: int) -> int:
+    """The hidden width: as given, else 4 D, or for SwiGLU 8/3 D (equal parameters) rounded up to 32."""
+    if given:
+        return given
+    return -(-8 * width // (3 * 32)) * 32 if kind == "swiglu" else 4 * width
+
+
+class MLP(nn.Module):
+    """A two-layer MLP with ReLU or GELU, or SwiGLU (https://arxiv.org/abs/2002.05202)."""
+
+    kind: str
+    hidden: int
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        gated = self.kind == "swiglu"
+        h = dense(self.hidden, ("embed", "mlp"), self.dtype, "up", bias=not gated)(x)
+        h = ACTIVATIONS[self.kind](h)
+        if gated:
+            h = h * dense(self.hidden, ("embed", "mlp"), self.dtype, "gate")(x)
+        return dense(x.shape[-1], ("mlp", "embed"), self.dtype, "down", bias=not gated)(h)
+
+
+def check_divides(what: str, part: int, whole_name: str, whole: int) -> None:
+    if part < 1 or whole % part:
+        options = [n for n in range(1, whole + 1) if whole % n == 0]
+        near = min(options, key=lambda n: abs(n - part))
+        raise UserError(f"{what} {part} does not divide {whole_name} {whole}; closest that does: {near}")

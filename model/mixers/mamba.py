@@ -1,0 +1,114 @@
+"""Mamba: a gated selective state space (https://arxiv.org/abs/2312.00752)."""
+
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model.contract import Context, Mixer, State, wide
+from model.errors import UserError
+from model.layers import dense
+from model.ops.conv import conv_tail, short_conv
+from model.ops.scan import selective_scan
+
+
+def inverse_softplus_dt(dt_min: float, dt_max: float) -> nn.initializers.Initializer:
+    """A bias whose softplus is log-uniform in [dt_min, dt_max], not below 1e-4."""
+
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        log_dt = jax.random.uniform(key, shape, dtype, np.log(dt_min), np.log(dt_max))
+        dt = jnp.maximum(jnp.exp(log_dt), 1e-4)
+        return dt + jnp.log(-jnp.expm1(-dt))
+
+    return init
+
+
+def uniform(scale: float) -> nn.initializers.Initializer:
+    return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -scale, scale)
+
+
+def log_range(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """log(1), ..., log(N) in every channel: S4D-Real."""
+    return jnp.broadcast_to(jnp.log(jnp.arange(1, shape[-1] + 1, dtype=dtype)), shape)
+
+
+class Mamba(Mixer):
+    """Mamba-1: a state space whose step size, input and output maps depend on the token."""
+
+    state: int = 16  # N, per channel
+    conv: int = 4  # width of the short convolution
+    expand: int = 2  # inner channels per model channel
+    dt_rank: int = 0  # 0: ceil(width / 16)
+    dt_min: float = 0.001
+    dt_max: float = 0.1
+    implementation: str | None = None  # of the scan; None picks
+
+    groups: ClassVar[dict[str, str]] = {
+        "A_log": "ssm",
+        "D": "ssm",
+        "dt_bias": "ssm",
+        "conv_bias": "no_decay",
+    }
+
+    @nn.compact
+    def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
+        self.check()
+        E, N, W = self.expand * self.width, self.state, self.conv
+        R = self.dt_rank or -(-self.width // 16)
+        f = wide(self.dtype)
+        past = self.init_state(x.shape[0], 0) if state is None else state
+
+        u, z = jnp.moveaxis(dense((2, E), ("embed", None, "inner"), self.dtype, "in")(x), -2, 0)
+        kernel = self.param(
+            "conv", nn.with_logical_partitioning(uniform(W**-0.5), (None, "inner")), (W, E), f
+        )
+        conv_bias = self.param(
+            "conv_bias", nn.with_logical_partitioning(uniform(W**-0.5), ("inner",)), (E,), f
+        )
+        reach = None if ctx.segments is None else ctx.positions
+        c = short_conv(u, kernel.astype(self.dtype), past["conv"], reach) + conv_bias.astype(self.dtype)
+        c = nn.silu(c)
+
+        low, B, C = jnp.split(dense(R + 2 * N, ("inner", None), self.dtype, "x")(c), [R, R + N], axis=-1)
+        dt_kernel = self.param(
+            "dt", nn.with_logical_partitioning(uniform(R**-0.5), (None, "inner")), (R, E), f
+        )
+        dt_init = nn.with_logical_partitioning(inverse_softplus_dt(self.dt_min, self.dt_max), ("inner",))
+        dt = jax.nn.softplus(low.astype(f) @ dt_kernel + self.param("dt_bias", dt_init, (E,), f))
+        A = -jnp.exp(self.param("A_log", nn.with_logical_partitioning(log_range, ("inner", None)), (E, N), f))
+        D = self.param("D", nn.with_logical_partitioning(nn.initializers.ones_init(), ("inner",)), (E,), f)
+
+        keep = real = None
+        if ctx.segments is not None:
+            real = ctx.segments > 0
+            keep = (ctx.positions > 0) | ~real
+            dt = jnp.where(real[..., None], dt, 0)
+        c = c.astype(f)
+        y, h = selective_scan(
+            c, dt, A, B.astype(f), C.astype(f), past["h"], keep, implementation=self.implementation
+        )
+        y = (y + D * c).astype(self.dtype) * nn.silu(z)
+        out = dense(self.width, ("inner", "embed"), self.dtype, "out")(y)
+        return out, None if state is None else dict(h=h, conv=conv_tail(u, past["conv"], real))
+
+    def check(self) -> None:
+        if not self.causal:
+            raise UserError("mamba runs forward only; set model.causal=True, or use attention or s4d")
+        if not 0 < self.dt_min <= self.dt_max:
+            raise UserError(f"dt_min {self.dt_min} must be positive and at most dt_max {self.dt_max}")
+
+    def init_state(self, batch: int, max_len: int) -> State:
+        E = self.expand * self.width
+        return dict(
+            h=jnp.zeros((batch, E, self.state), wide(self.dtype)),
+            conv=jnp.zeros((batch, self.conv - 1, E), self.dtype),
+        )
+
+    def state_bytes(self, length: int) -> int:
+        E = self.expand * self.width
+        return E * (
+            self.state * jnp.dtype(wide(self.dtype)).itemsize
+            + (self.conv - 1) * jnp.dtype(self.dtype).itemsize
+        )

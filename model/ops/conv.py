@@ -1,0 +1,39 @@
+"""Causal convolutions along the length: long ones by FFT, short depthwise ones directly."""
+
+import jax
+import jax.numpy as jnp
+
+
+def fft_conv(u: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`y_t = sum_s kernel_s u_{t-s}` per channel; u: [B, L, D], kernel: [L, D]."""
+    L = u.shape[1]
+    n = 2 * L  # room for the tail, so that it does not wrap around
+    spectrum = jnp.fft.rfft(u, n=n, axis=1) * jnp.fft.rfft(kernel, n=n, axis=0)
+    return jnp.fft.irfft(spectrum, n=n, axis=1)[:, :L]
+
+
+def short_conv(x: jax.Array, kernel: jax.Array, past: jax.Array, reach: jax.Array | None = None) -> jax.Array:
+    """Depthwise causal convolution, `[B, L, E]`; kernel: [W, E] with its last row for the current token.
+
+    past: [B, W-1, E], the inputs before these. reach: [B, L], how far back each token may look; None: to the end.
+    """
+    W, L = kernel.shape[0], x.shape[1]
+    joined = jnp.concatenate([past, x], axis=1)
+    y = x * kernel[-1]
+    for back in range(1, W):
+        shifted = joined[:, W - 1 - back : W - 1 - back + L]
+        if reach is not None:
+            shifted = jnp.where((reach >= back)[..., None], shifted, 0)
+        y = y + shifted * kernel[W - 1 - back]
+    return y
+
+
+def conv_tail(x: jax.Array, past: jax.Array, real: jax.Array | None = None) -> jax.Array:
+    """The `past` of the next call: the last W-1 inputs, padding left out. real: [B, L] bool, padding only at the end."""
+    W1, L = past.shape[1], x.shape[1]
+    joined = jnp.concatenate([past, x], axis=1)
+    if real is None:
+        return joined[:, L:]
+    # Tokens up to the last real one count; padding in front of them is of another document and never looked at.
+    length = jnp.max(jnp.where(real, jnp.arange(1, L + 1), 0), axis=1)
+    return jnp.take_along_axis(joined, (length[:, None] + jnp.arange(W1))[..., None], axis=1)

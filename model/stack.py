@@ -1,0 +1,81 @@
+"""A stack of layers: a cycle of blocks, repeated by a scan, and the layers left over."""
+
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from model.block import Block
+from model.contract import Context, Mixer, State
+
+
+class Cycle(nn.Module):
+    """One block of each kind, in turn."""
+
+    blocks: tuple[Callable[..., Block], ...]
+
+    @nn.compact
+    def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
+        states = []
+        for i, block in enumerate(self.blocks):
+            x, new = block(name=f"block_{i}")(x, ctx, None if state is None else state[i])
+            states.append(new)
+        return x, None if state is None else tuple(states)
+
+
+class Stack(nn.Module):
+    """`layers` blocks, cycling over the kinds. Looped or unrolled, the parameters and results are the same."""
+
+    blocks: tuple[Callable[..., Block], ...]
+    layers: int
+    scan: bool = True
+    remat: bool = False
+
+    @property
+    def repeats(self) -> int:
+        return self.layers // len(self.blocks)
+
+    @property
+    def rest(self) -> tuple[Callable[..., Block], ...]:
+        return self.blocks[: self.layers % len(self.blocks)]
+
+    @nn.compact
+    def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
+        cycle = nn.remat(Cycle, prevent_cse=not self.scan) if self.remat else Cycle
+        looped = rest = None
+        if self.repeats:
+            body = nn.scan(
+                cycle,
+                variable_axes={"params": 0},
+                split_rngs={"params": True, "dropout": True},
+                in_axes=(nn.broadcast, 0),
+                length=self.repeats,
+                unroll=1 if self.scan else self.repeats,
+                metadata_params={nn.PARTITION_NAME: "layers"},
+            )
+            x, looped = body(self.blocks, name="layers")(x, ctx, None if state is None else state["layers"])
+        if self.rest:
+            x, rest = cycle(self.rest, name="rest")(x, ctx, None if state is None else state["rest"])
+        return x, None if state is None else dict(layers=looped, rest=rest)
+
+    def init_state(self, batch: int, max_len: int) -> State:
+        def opened(blocks):
+            return tuple(mixer_of(block).init_state(batch, max_len) for block in blocks)
+
+        def stacked(leaf):
+            return jnp.broadcast_to(leaf, (self.repeats, *leaf.shape))
+
+        return dict(
+            layers=jax.tree.map(stacked, opened(self.blocks)) if self.repeats else None,
+            rest=opened(self.rest) if self.rest else None,
+        )
+
+    def state_bytes(self, length: int) -> int:
+        each = [mixer_of(block).state_bytes(length) for block in self.blocks]
+        return self.repeats * sum(each) + sum(each[: len(self.rest)])
+
+
+def mixer_of(block: Callable[..., Block]) -> Mixer:
+    """The mixer a block would build, unbound: good for questions that need no parameters."""
+    return block(parent=None).mixer(parent=None)

@@ -1,0 +1,498 @@
+"""A checkpoint is bit for bit what was saved or it is not used, whatever befalls the process or the disk."""
+
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from model.errors import UserError
+from train import checkpoint
+from train.checkpoint import MANIFEST, Checkpoints
+from train.workdir import graceful_stop, open_workdir, read_json, write_json
+
+ROOT = Path(__file__).parent.parent
+
+
+def make_state(step: int):
+    """Small, and different in every bit pattern from step to step."""
+    w = jax.random.normal(jax.random.key(step), (16, 8))
+    return {"params": {"w": w, "b": w[0].astype(jnp.bfloat16)}, "step": jnp.int32(step)}
+
+
+def abstract(state, sharding=None):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), state
+    )
+
+
+def bits(x) -> bytes:
+    return np.asarray(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x).tobytes()
+
+
+def assert_same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert (x.dtype, x.shape, bits(x)) == (y.dtype, y.shape, bits(y))
+
+
+def save_all(directory, steps, keep=10, **scores):
+    with Checkpoints(directory, keep) as checkpoints:
+        for step in steps:
+            checkpoints.save(step, make_state(step), score=scores.get(f"s{step}"))
+
+
+@pytest.mark.quick
+def test_round_trip_is_bit_exact(tmp_path):
+    special = jnp.array(
+        [0x7FC00001, 0xFF800000, 0x80000000, 1], jnp.uint32
+    )  # NaN with payload, -inf, -0, denormal
+    params = {"w": jnp.ones((3, 5)), "odd/na.me": {"a b": jnp.arange(3)}, "none": None, "nothing": {}}
+    state = {
+        "params": params,
+        "opt": optax.chain(optax.clip(1.0), optax.adamw(1e-3)).init(params),
+        "f32": jax.lax.bitcast_convert_type(special, jnp.float32),
+        "bf16": jnp.linspace(-3, 3, 11, dtype=jnp.bfloat16),
+        "i32": jnp.int32(-7),
+        "u32": jnp.uint32(2**32 - 1),
+        "bool": jnp.array([True, False]),
+        "c64": jnp.array([1 - 2j], jnp.complex64),
+        "key": jax.random.key(3),
+        "empty": jnp.zeros((0, 4), jnp.float16),
+        "list": [jnp.float32(1.5), (jnp.int8(3), None)],
+    }
+    with Checkpoints(tmp_path / "c", keep=2) as checkpoints:
+        assert checkpoints.restore(abstract(state)) is None
+        checkpoints.save(5, state, score=jnp.float32(0.5), extra=(extra := {"fingerprint": "abc"}))
+        extra.clear()
+        step, restored = checkpoints.restore(abstract(state))
+        assert step == 5
+        assert_same(restored, state)
+    manifest = checkpoint.read_manifest(checkpoint.step_folder(tmp_path / "c", 5))
+    assert (manifest["step"], manifest["score"], manifest["extra"]) == (5, 0.5, {"fingerprint": "abc"})
+
+
+def test_keeps_the_newest_and_the_best(tmp_path):
+    scores = {1: 0.1, 2: 0.9, 3: None, 4: 0.9, 5: float("nan"), 6: 0.2, 7: 0.3}
+    best, kept = [], []
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for step, score in scores.items():
+            checkpoints.save(step, make_state(step), score=score)
+            checkpoints.wait()
+            best.append(checkpoints.best_step())
+            kept.append(checkpoints.steps())
+    assert best == [1, 2, 2, 4, 4, 4, 4]
+    assert kept == [[1], [1, 2], [2, 3], [3, 4], [4, 5], [4, 5, 6], [4, 6, 7]]
+    like = abstract(make_state(0))
+    assert_same(checkpoint.load(tmp_path, like, 4), make_state(4))
+    with pytest.raises(UserError, match=r"no checkpoint of step 5 .*there: \[4, 6, 7\]"):
+        checkpoint.load(tmp_path, like, 5)
+    with pytest.raises(UserError, match="keep=0"):
+        Checkpoints(tmp_path, keep=0)
+
+
+def test_the_last_good_step_stands_until_the_next_is_committed(tmp_path, monkeypatch):
+    seen = []
+    write = checkpoint._write_manifest
+
+    def watched(folder, content):
+        seen.append(checkpoint.steps(tmp_path))
+        write(folder, content)
+
+    monkeypatch.setattr(checkpoint, "_write_manifest", watched)
+    save_all(tmp_path, [1, 2, 3], keep=1)
+    assert seen == [[], [1], [2]]
+    assert checkpoint.steps(tmp_path) == [3]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1 << (len(data) % 8)
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def append(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+@pytest.mark.parametrize("harm", [flip, truncate, append, Path.unlink], ids=lambda f: f.__name__)
+def test_any_harmed_file_is_named_and_the_step_before_taken(tmp_path, harm):
+    save_all(tmp_path / "whole", [1, 2])
+    names = [
+        p.relative_to(tmp_path / "whole") for p in (tmp_path / "whole/00000002").rglob("*") if p.is_file()
+    ]
+    assert len(names) > 8 and any(n.name == MANIFEST for n in names)
+    for number, name in enumerate(names):
+        directory = tmp_path / str(number)
+        shutil.copytree(tmp_path / "whole", directory)
+        harm(directory / name)
+        with Checkpoints(directory, keep=2) as checkpoints:
+            step, restored = checkpoints.restore(abstract(make_state(0)))
+            assert step == 1, name
+            assert_same(restored, make_state(1))
+            assert len(checkpoints.reports) == 1 and name.name in checkpoints.reports[0]
+            unfinished = name.name == MANIFEST and harm is Path.unlink
+            assert (directory / "00000002.damaged").exists() != unfinished
+            # The run goes on and reaches the harmed step again.
+            checkpoints.save(2, make_state(2))
+        assert checkpoint.steps(directory) == [1, 2]
+        assert checkpoint.damage(directory / "00000002") is None
+
+
+@pytest.mark.quick
+def test_every_bit_of_the_manifest_counts(tmp_path):
+    save_all(tmp_path, [1])
+    folder = tmp_path / "00000001"
+    whole = (folder / MANIFEST).read_bytes()
+    for bit in random.Random(0).sample(range(8 * len(whole)), 500):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        (folder / MANIFEST).write_bytes(data)
+        with pytest.raises(checkpoint.DamagedManifest):
+            checkpoint.read_manifest(folder)
+
+
+def test_strange_files_and_repeated_damage(tmp_path, caplog):
+    save_all(tmp_path, [1, 2])
+    (tmp_path / "00000002.damaged").mkdir()
+    (tmp_path / "00000002/d/stray").write_text("garbage")
+    (tmp_path / "notes.txt").write_text("not a step")
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.restore(abstract(make_state(0)))[0] == 1
+    assert "d/stray does not belong there" in checkpoints.reports[0]
+    assert "d/stray does not belong there" in caplog.text
+    assert (tmp_path / "00000002.damaged1/d/stray").exists()
+
+
+def test_nothing_but_damage_is_an_error_that_stays(tmp_path):
+    save_all(tmp_path, [1, 2])
+    truncate(tmp_path / "00000001/_METADATA")
+    flip(tmp_path / "00000002" / MANIFEST)
+    for _ in range(2):
+        checkpoints = Checkpoints(tmp_path, keep=2)
+        with pytest.raises(UserError, match=f"every .* damaged .00000002: {MANIFEST}.*00000001: _METADATA"):
+            checkpoints.restore(abstract(make_state(0)))
+        checkpoints.close()
+    with pytest.raises(UserError, match=r"00000001 is damaged: _METADATA has \d+ bytes"):
+        checkpoint.load(tmp_path, abstract(make_state(0)), 1)
+
+
+@pytest.mark.quick
+def test_a_state_that_does_not_fit_is_named(tmp_path):
+    save_all(tmp_path, [1])
+    state = make_state(1)
+    wrong = {
+        r"params/w is float32\[16,8\] there, float32\[16,9\] in this run": {"w": jnp.zeros((16, 9))},
+        r"params/b is bfloat16\[8\] there, float32\[8\] in this run": {"b": jnp.zeros(8)},
+        r"params/c is absent there, float32\[1\] in this run": {"c": jnp.zeros(1)},
+        r"params/b is bfloat16\[8\] there, absent in this run": {"b": None},
+    }
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        for message, change in wrong.items():
+            with pytest.raises(UserError, match=message) as caught:
+                checkpoints.restore(abstract(state | {"params": state["params"] | change}))
+            assert "\n" not in str(caught.value)
+
+
+def test_the_state_may_be_donated_right_after_save(tmp_path):
+    step_fn = jax.jit(lambda s: jax.tree.map(lambda x: x * 0 - 1, s), donate_argnums=0)
+    copy = jax.jit(lambda s: jax.tree.map(lambda x: x + 0, s))
+    original = {
+        "w": [jax.random.normal(jax.random.key(i), (256, 1024)) for i in range(4)],
+        "step": jnp.int32(1),
+    }
+    with Checkpoints(tmp_path, keep=10) as checkpoints:
+        for step in range(5):
+            state = jax.block_until_ready(copy(original))
+            checkpoints.save(step, state)
+            for _ in range(3):
+                state = step_fn(state)
+            assert_same(checkpoints.restore(abstract(original))[1], original)
+            # And what was restored is the caller's own, to be donated in turn.
+            _, restored = checkpoints.restore(abstract(original))
+            step_fn(restored)
+            assert_same(checkpoints.restore(abstract(original))[1], original)
+
+
+def test_restores_onto_another_mesh(tmp_path):
+    def sharding(shape, spec):
+        devices = jax.devices()[: int(np.prod(shape))]
+        mesh = jax.make_mesh(shape, ("data", "model"), devices=devices, axis_types=(AxisType.Auto,) * 2)
+        return NamedSharding(mesh, spec)
+
+    def place(shape, spec):
+        return {"w": sharding(shape, spec), "v": sharding(shape, P("model")), "step": sharding(shape, P())}
+
+    state = {"w": jax.random.normal(jax.random.key(0), (16, 8)), "v": jnp.arange(8.0), "step": jnp.int32(3)}
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(3, jax.device_put(state, place((2, 2), P("data", "model"))))
+        for shape, spec in [((4, 1), P("data")), ((1, 4), P("model", "data")), ((2, 1), P()), ((1, 1), P())]:
+            target = place(shape, spec)
+            like = jax.tree.map(
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, target
+            )
+            _, restored = checkpoints.restore(like)
+            assert_same(restored, state)
+            assert jax.tree.map(lambda x: x.sharding, restored) == target
+        assert_same(checkpoints.restore(jax.eval_shape(lambda: state))[1], state)  # no sharding: one device
+
+
+def test_a_failed_background_save_is_not_lost(tmp_path):
+    big = {"w": jax.random.normal(jax.random.key(0), (1 << 20,))}  # 4 MB
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def save_without_room(checkpoints, step):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))  # acts like a full disk
+        try:
+            checkpoints.save(step, big)
+            checkpoints._thread.join()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, big)
+    for report in (
+        checkpoints.wait,
+        lambda: checkpoints.save(3, big),
+        lambda: checkpoints.restore(abstract(big)),
+    ):
+        checkpoints.wait()
+        save_without_room(checkpoints, 2)
+        with pytest.raises(UserError, match=r"00000002 could not be written: .*File too large$"):
+            report()
+        assert os.listdir(tmp_path) == ["00000001"]  # no rubble on a full disk
+    checkpoints.save(2, big)  # once there is room it works again
+    checkpoints.wait()
+    assert checkpoints.steps() == [1, 2]
+    save_without_room(checkpoints, 3)
+    with pytest.raises(UserError, match="00000003 could not be written"):
+        checkpoints.close()
+
+
+def test_a_failed_save_does_not_hide_the_error_on_its_way(tmp_path, monkeypatch, caplog):
+    def fail(folder, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_write_manifest", fail)
+    with pytest.raises(ZeroDivisionError), Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(1, make_state(1))
+        raise ZeroDivisionError
+    assert "00000001 could not be written: No space left on device" in caplog.text
+    with (
+        pytest.raises(UserError, match="No space left on device"),
+        Checkpoints(tmp_path, keep=2) as checkpoints,
+    ):
+        checkpoints.save(1, make_state(1))
+    assert checkpoint.steps(tmp_path) == []
+
+
+def test_saving_a_committed_step_again_changes_nothing(tmp_path):
+    save_all(tmp_path, [1])
+    before = (tmp_path / "00000001" / MANIFEST).read_bytes()
+    with Checkpoints(tmp_path, keep=2) as checkpoints:
+        checkpoints.save(1, make_state(2))
+    assert (tmp_path / "00000001" / MANIFEST).read_bytes() == before
+
+
+def start(code: str, *args: object, **env: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, args)],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)} | env,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def said(child: subprocess.Popen, word: str) -> int:
+    """The number a child prints after a word; libraries may print lines of their own before."""
+    return next(int(line.split()[1]) for line in child.stdout if line.startswith(word))
+
+
+SAVE_FOREVER = """
+import sys
+from tests.test_checkpoint import abstract, assert_same, make_state
+from train.checkpoint import Checkpoints
+checkpoints = Checkpoints(sys.argv[1], keep=2)
+found = checkpoints.restore(abstract(make_state(0)))
+step = 0
+if found is not None:
+    step, state = found
+    assert_same(state, make_state(step))
+print("resumed", step, flush=True)
+while True:
+    step += 1
+    checkpoints.save(step, make_state(step), score=step % 7)
+"""
+
+
+def test_kill_at_any_moment_leaves_the_newest_committed_step_whole(tmp_path):
+    rng = random.Random(0)
+    newest, rubble = 0, 0
+    for _ in range(6):
+        child = start(SAVE_FOREVER, tmp_path, XLA_FLAGS="")
+        try:
+            assert said(child, "resumed") == newest
+            time.sleep(rng.uniform(0.05, 0.6))
+        finally:
+            child.kill()
+            child.wait()
+            child.stdout.close()
+        committed = checkpoint.steps(tmp_path)
+        rubble += len(list(tmp_path.iterdir())) - len(committed)
+        if committed:
+            assert committed[-1] >= newest
+            newest = committed[-1]
+            assert_same(checkpoint.load(tmp_path, abstract(make_state(0)), newest), make_state(newest))
+    assert newest > 3
+    assert rubble > 0  # else no kill hit a save and nothing was shown
+
+
+HOLD = """
+import sys, time
+from train.workdir import open_workdir
+with open_workdir(sys.argv[1]):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_workdir_has_one_owner(tmp_path):
+    child = start(HOLD, tmp_path / "run")
+    try:
+        assert child.stdout.readline() == "held\n"
+        with pytest.raises(UserError, match=f"in use by pid {child.pid} "), open_workdir(tmp_path / "run"):
+            pass
+    finally:
+        child.kill()  # as abrupt as a crash, and yet no stale lock
+        child.wait()
+        child.stdout.close()
+    with open_workdir(tmp_path / "run") as folder:
+        assert folder == tmp_path / "run"
+    with open_workdir(tmp_path / "run"):  # free again after the block
+        pass
+
+
+@pytest.mark.quick
+def test_workdir_mistakes_are_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file/below", "/proc/run"):
+        with pytest.raises(UserError, match=f"cannot write to workdir {path}"), open_workdir(path):
+            pass
+    with pytest.raises(UserError, match="mount the bucket"), open_workdir("gs://bucket/run"):
+        pass
+
+
+@pytest.mark.quick
+def test_json_is_replaced_whole(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    write_json(path, {"a": [1, 2.5, "x"]})
+    assert read_json(path) == {"a": [1, 2.5, "x"]}
+
+    def crash(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", crash)
+        with pytest.raises(KeyboardInterrupt):
+            write_json(path, {"b": 1})
+    assert read_json(path) == {"a": [1, 2.5, "x"]}
+    path.write_text("{")
+    with pytest.raises(UserError, match=r"a\.json is not valid JSON"):
+        read_json(path)
+    with pytest.raises(UserError, match=r"cannot read .*b\.json: No such file"):
+        read_json(tmp_path / "b.json")
+
+
+@pytest.mark.quick
+def test_signals_ask_and_then_insist():
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    for first in (signal.SIGTERM, signal.SIGINT):
+        with graceful_stop() as stop_requested:
+            assert not stop_requested(1)
+            os.kill(os.getpid(), first)
+            assert stop_requested(2) and stop_requested(3)
+            os.kill(os.getpid(), signal.SIGTERM)  # schedulers repeat themselves
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGINT)
+        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+TWO_PROCESSES = """
+import sys, time
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
+from model.errors import UserError
+from tests.test_checkpoint import abstract
+from train.checkpoint import Checkpoints
+from train.workdir import graceful_stop, open_workdir
+mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+place = {"w": NamedSharding(mesh, P("data")), "step": NamedSharding(mesh, P())}
+state = jax.jit(lambda: {"w": jnp.zeros((8, 3)), "step": jnp.int32(0)}, out_shardings=place)()
+advance = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0, out_shardings=place)
+with open_workdir(sys.argv[1]) as workdir, Checkpoints(workdir / "c", keep=2) as checkpoints:
+    with graceful_stop() as stop_requested:
+        assert checkpoints.restore(abstract(state)) is None
+        print("started 0", flush=True)
+        step = 0
+        while not stop_requested(step):
+            step += 1
+            state = advance(state)
+            time.sleep(0.005)
+            if step % 10 == 0:
+                checkpoints.save(step, state, score=-step)
+        checkpoints.save(step, state)
+        like = abstract(state)
+        found, state = checkpoints.restore(like)
+        assert found == step and state["step"] == step
+        assert all((np.asarray(s.data) == step).all() for s in state["w"].addressable_shards)
+        try:
+            checkpoints.restore(like, step=12345)
+        except UserError as error:  # told to both, not just to the one that looked
+            assert "no checkpoint of step 12345" in str(error)
+            print("stopped", step, flush=True)
+"""
+
+
+def test_two_processes_save_and_stop_together(tmp_path):
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        address = f"localhost:{s.getsockname()[1]}"
+    flags = "--xla_force_host_platform_device_count=2"
+    children = [start(TWO_PROCESSES, tmp_path, address, i, XLA_FLAGS=flags) for i in range(2)]
+    try:
+        for child in children:
+            said(child, "started")
+        time.sleep(0.3)
+        children[1].send_signal(signal.SIGTERM)
+        stopped, other = (said(child, "stopped") for child in children)
+        assert [child.wait(60) for child in children] == [0, 0]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+            child.stdout.close()
+    assert stopped == other > 0
+    assert checkpoint.steps(tmp_path / "c")[-1] == stopped
+    # And one process may go on with what two have saved.
+    state = {"w": jnp.full((8, 3), float(stopped)), "step": jnp.int32(stopped)}
+    assert_same(checkpoint.load(tmp_path / "c", abstract(state), stopped), state)

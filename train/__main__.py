@@ -1,0 +1,44 @@
+"""python -m train --config=configs/debug.py --workdir=runs/debug [--config.optim.lr=3e-3 ...]"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+from absl import flags
+
+from model.errors import UserError
+from train import cli, config
+from train.loop import train
+
+CONFIG = flags.DEFINE_string("config", None, "A config file, FILE.py[:key=value,...] or a run's config.json.")
+WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder; a run found there is resumed.")
+DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Join the other hosts of a pod or cluster job.")
+
+
+def main(argv: Sequence[str]) -> int:
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}; flags begin with --")
+    for flag in (CONFIG, WORKDIR):
+        if not flag.value:
+            raise UserError(
+                f"--{flag.name} is missing; e.g. python -m train --config=configs/debug.py --workdir=runs/debug"
+            )
+    resolved = config.load(CONFIG.value, cli.overrides())
+    if DISTRIBUTED.value:
+        jax.distributed.initialize()
+    use_compilation_cache()
+    result = train(resolved, WORKDIR.value)
+    return 1 if result is not None and result["status"] == "nonfinite" else 0
+
+
+def use_compilation_cache() -> None:
+    """Programs compiled once are kept on disk for later starts; JAX_COMPILATION_CACHE_DIR moves the folder."""
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "longview" / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+if __name__ == "__main__":
+    cli.run(main)

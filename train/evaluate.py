@@ -1,0 +1,46 @@
+"""The evaluation pass: called by the training loop and by `python -m eval`."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from train.sharding import put_batch
+
+
+def evaluate(
+    step: Callable[[Any, Mapping[str, jax.Array]], dict],
+    params: Any,
+    batches: Iterable[Mapping[str, np.ndarray]],
+    mesh: Mesh,
+) -> dict[str, np.ndarray]:
+    """Means over all batches: `loss`, `accuracy`, and a vector over bins for every `accuracy/ATTRIBUTE`."""
+    totals: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    # One batch behind the device, so that the next is on its way while this one is added up.
+    pending = None
+    for batch in batches:
+        current = step(params, put_batch(batch, mesh))
+        add(totals, pending)
+        pending = current
+    add(totals, pending)
+    return {name: mean(total, count) for name, (total, count) in totals.items()}
+
+
+def add(totals: dict[str, tuple[np.ndarray, np.ndarray]], sums: dict | None) -> None:
+    for name, pair in (sums or {}).items():
+        pair = tuple(np.asarray(x, np.float64) for x in jax.device_get(pair))
+        old = totals.get(name, (0.0, 0.0))
+        totals[name] = (old[0] + pair[0], old[1] + pair[1])
+
+
+def mean(total: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """NaN where nothing was counted, as in a bin that no example fell in."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.where(count > 0, total / count, np.nan)
+
+
+def scalars(metrics: Mapping[str, np.ndarray], prefix: str) -> dict[str, float]:
+    """The plain numbers, named `SPLIT/METRIC` for the log."""
+    return {f"{prefix}/{name}": float(value) for name, value in metrics.items() if np.ndim(value) == 0}

@@ -1,0 +1,249 @@
+"""A run from start to result: mesh, data, model, state, restore, step, loop."""
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from ml_collections import ConfigDict
+
+from data import pipeline
+from model.errors import UserError
+from train import config as configs
+from train.checkpoint import Checkpoints, read_manifest, step_folder
+from train.evaluate import evaluate, scalars
+from train.log import MetricsLog, Progress
+from train.revision import revision
+from train.run import Run, prepare
+from train.sharding import put_batch, replicated
+from train.step import RunState
+from train.workdir import graceful_stop, open_workdir, read_json, write_json
+
+
+def train(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
+    """Trains until done and returns the result row; None if stopped by a signal, with all that was done saved."""
+    run = prepare(config)
+    with open_workdir(workdir) as folder:
+        done = open_run(config, folder)
+        if done is not None:
+            print(f"{workdir} is finished already: {done['status']} after {done['steps']} steps")
+            return done
+        with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
+            return loop(run, folder, checkpoints)
+
+
+def open_run(config: ConfigDict, folder: Path) -> dict[str, Any] | None:
+    """Checks the folder against this config and writes it there; the result, if there is nothing left to do."""
+    file, result = folder / "config.json", folder / "result.json"
+    if file.exists():
+        refuse_changes(configs.changes(ConfigDict(configs.tuples(read_json(file))), config), config, folder)
+    if result.exists():
+        done = read_json(result)
+        if done["status"] != "nonfinite" and done["config_hash"] == configs.digest(config):
+            return done
+        if jax.process_index() == 0:
+            result.unlink()
+    if jax.process_index() == 0:
+        write_json(file, config.to_dict())
+    return None
+
+
+def refuse_changes(changes: dict[str, tuple[Any, Any]], config: ConfigDict, folder: Path) -> None:
+    """Prints what differs from the config the run was started with; only keys declared safe may."""
+    for key, (old, new) in changes.items():
+        print(f"config change: {key}: {old!r} -> {new!r}")
+    unsafe = [key for key in changes if key not in config.resume_safe]
+    if unsafe:
+        raise UserError(
+            f"{folder} holds a run with another config ({', '.join(unsafe)} changed); give another --workdir, "
+            f"or add the keys to --config.resume_safe"
+        )
+
+
+def loop(run: Run, folder: Path, checkpoints: Checkpoints) -> dict[str, Any] | None:
+    c, clock = run.config, Clock()
+    restored = checkpoints.restore(run.abstract)
+    step, state = restored if restored is not None else (0, run.init())
+    scores: dict[str, float] = {}
+    if restored is not None:
+        print(f"resumed at step {step}")
+        noted = read_manifest(step_folder(checkpoints.directory, step))["extra"]
+        scores, clock.before = noted["scores"], noted["wall_s"]
+    batches = stream(run, state)
+    reached = has_reached(scores, c)
+    status, pending = "finished", None
+
+    with (
+        MetricsLog(folder / "metrics.jsonl", step if restored is not None else None, c.tensorboard) as log,
+        Progress(c.steps, step) as progress,
+        graceful_stop() as stop_requested,
+    ):
+        for line in checkpoints.reports:
+            log.write(step, event=line)
+        while step < c.steps and not reached:
+            state, sums = run.train_step(state, put_batch(next(batches), run.mesh))
+            step += 1
+            at_eval = step == c.steps or (c.eval_every and step % c.eval_every == 0)
+            at_save = step == c.steps or (c.checkpoint_every and step % c.checkpoint_every == 0)
+            stop = stop_requested(step)
+            # Metrics are fetched a step late, so that the device always has the next step in hand,
+            # except where this step's are needed at once.
+            due = [pending, (step, sums)] if at_eval or at_save or stop else [pending]
+            pending = None if len(due) == 2 else (step, sums)
+            broken = [report(log, progress, clock, c, *item) for item in due if item is not None]
+            if any(broken):
+                log.write(step, event=f"non-finite loss; policy {c.nonfinite}")
+            if any(broken) and c.nonfinite != "skip":
+                if c.nonfinite == "stop" or int(state.rollbacks) >= c.max_rollbacks:
+                    status = "nonfinite"
+                    break
+                step, state = roll_back(run, checkpoints, state, step)
+                log.write(step, event="rolled back")
+                batches, pending = stream(run, state), None
+                continue
+            if at_eval:
+                scores = validate(run, state, "validation")
+                log.write(step, **scores)
+                progress.update(step, **{f"val {c.best}": scores[f"validation/{c.best}"]})
+                clock.pause()
+            reached = at_eval and has_reached(scores, c)
+            if at_save or stop or reached:
+                save(checkpoints, step, state, scores if at_eval else {}, c.best, clock)
+                clock.pause()
+            if stop and step < c.steps and not reached:
+                checkpoints.wait()
+                print(f"stopped at step {step}, saved; run the same command to go on")
+                return None
+    if status == "nonfinite":
+        logging.error("non-finite loss at step %d; the last good checkpoint is kept", step)
+    else:
+        status = "target" if reached else status
+        scores = scores | validate(run, state, "test")
+    checkpoints.wait()
+    return finish(run, folder, status, step, int(state.nonfinite), scores, clock)
+
+
+def has_reached(scores: dict[str, float], c: ConfigDict) -> bool:
+    return bool(c.target) and scores.get("validation/accuracy", 0.0) >= c.target
+
+
+def stream(run: Run, state: RunState) -> Iterator[dict[str, np.ndarray]]:
+    """Training batches from the state's step on."""
+    c = run.config
+    return pipeline.stream(
+        run.task,
+        c.data.seed,
+        c.batch_size,
+        start=int(state.step),
+        order=c.seed,
+        offset=int(state.data_offset),
+        host=jax.process_index(),
+        hosts=jax.process_count(),
+    )
+
+
+def validate(run: Run, state: RunState, split: str) -> dict[str, float]:
+    c = run.config
+    batches = pipeline.eval_batches(
+        run.task, c.data.seed, split, c.batch_size, c.eval_batches, jax.process_index(), jax.process_count()
+    )
+    return scalars(evaluate(run.eval_step, state.params, batches, run.mesh), split)
+
+
+def report(log: MetricsLog, progress: Progress, clock: "Clock", c: ConfigDict, step: int, sums: dict) -> bool:
+    """Logs a step's metrics where due; true if it was not finite."""
+    values = {name: total / np.maximum(count, 1) for name, (total, count) in jax.device_get(sums).items()}
+    clock.tick()
+    finite = values.pop("finite") == 1
+    if step % c.log_every == 0 or not finite:
+        log.write(step, **values)
+    progress.update(step, loss=values["loss"])
+    return not finite
+
+
+def roll_back(run: Run, checkpoints: Checkpoints, state: RunState, step: int) -> tuple[int, RunState]:
+    """The last checkpoint, set to read the batches after the one that broke the run."""
+    found = checkpoints.restore(run.abstract)
+    good, restored = found if found is not None else (0, run.init())
+    counts = {
+        "data_offset": int(state.data_offset) + step - good,
+        "nonfinite": int(state.nonfinite),
+        "rollbacks": int(state.rollbacks) + 1,
+    }
+    sharding = replicated(run.mesh)
+    return good, restored.replace(**{k: jax.device_put(np.int32(v), sharding) for k, v in counts.items()})
+
+
+def save(
+    checkpoints: Checkpoints, step: int, state: RunState, scores: dict, best: str, clock: "Clock"
+) -> None:
+    score = scores.get(f"validation/{best}")
+    if score is not None and best == "loss":
+        score = -score
+    checkpoints.save(step, state, score, extra={"wall_s": clock.wall(), "scores": scores})
+
+
+def finish(
+    run: Run, folder: Path, status: str, steps: int, nonfinite: int, scores: dict[str, float], clock: "Clock"
+) -> dict[str, Any]:
+    """Writes the result row: its presence says that the run is over."""
+    c, device = run.config, jax.devices()[0]
+    result = {
+        "status": status,
+        "config_hash": configs.digest(c),
+        "revision": revision(),
+        "data_fingerprint": run.task.fingerprint(c.data.seed),
+        "task": c.data.task,
+        "mixers": list(c.model.mixers),
+        "position": c.model.position,
+        "seed": c.seed,
+        "device": device.device_kind,
+        "devices": jax.device_count(),
+        "jax": jax.__version__,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "steps": steps,
+        "wall_s": round(clock.wall(), 2),
+        "steps_per_s": clock.steps_per_s(),
+        "params": run.params,
+        "state_bytes": run.model.state_bytes(run.task.length),
+        "baselines": run.task.baselines(),
+        "nonfinite": nonfinite,
+        "metrics": scores,
+    }
+    if jax.process_index() == 0:
+        write_json(folder / "result.json", result)
+    return result
+
+
+@dataclasses.dataclass
+class Clock:
+    """Wall time over all of a run's processes, and the time of a step without pauses."""
+
+    start: float = dataclasses.field(default_factory=time.monotonic)
+    before: float = 0.0
+    last: float | None = None
+    steps: list[float] = dataclasses.field(default_factory=list)
+
+    def tick(self) -> None:
+        now = time.monotonic()
+        if self.last is not None:
+            self.steps.append(now - self.last)
+        self.last = now
+
+    def pause(self) -> None:
+        """What happens until the next tick is not a step."""
+        self.last = None
+
+    def wall(self) -> float:
+        return self.before + time.monotonic() - self.start
+
+    def steps_per_s(self) -> float | None:
+        median = statistics.median(self.steps) if self.steps else math.nan
+        return round(1 / median, 2) if median > 0 else None

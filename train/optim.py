@@ -1,0 +1,70 @@
+"""AdamW with schedules, clipping, and groups of parameters that mixers ask to treat apart.
+
+Groups: `decay` (the default), `no_decay`, and `ssm` (no decay, learning rate times `optim.ssm_lr`).
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import optax
+
+GROUPS = ("decay", "no_decay", "ssm")
+
+
+def schedule(config: Mapping[str, Any], steps: int) -> optax.Schedule:
+    """A linear warm-up, then constant, a cosine to `final_lr`, or the inverse square root of the step."""
+    lr, warmup = config["lr"], config["warmup"]
+    if config["schedule"] == "cosine":
+        after = optax.cosine_decay_schedule(lr, max(steps - warmup, 1), alpha=config["final_lr"])
+    elif config["schedule"] == "rsqrt":
+        # Peaks at lr when the warm-up ends.
+        after = lambda step: lr * (max(warmup, 1) / (step + max(warmup, 1))) ** 0.5  # noqa: E731
+    else:
+        after = optax.constant_schedule(lr)
+    if not warmup:
+        return after
+    return optax.join_schedules([optax.linear_schedule(lr / warmup, lr, max(warmup - 1, 1)), after], [warmup])
+
+
+def path_name(path: tuple) -> str:
+    return "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
+
+
+def groups(params: Any, rules: list[tuple[str, str]]) -> Any:
+    """The group of every parameter; two rules that disagree on one are an error in a mixer."""
+
+    def group(path, _):
+        name = path_name(path)
+        found = {group for pattern, group in rules if re.fullmatch(pattern, name)}
+        if len(found) > 1 or not found <= set(GROUPS):
+            raise ValueError(
+                f"parameter {name} is claimed by groups {sorted(found)}; it needs exactly one of {GROUPS}"
+            )
+        return found.pop() if found else "decay"
+
+    return jax.tree_util.tree_map_with_path(group, params)
+
+
+def optimizer(
+    config: Mapping[str, Any], steps: int, rules: list[tuple[str, str]]
+) -> optax.GradientTransformation:
+    """Clip, Adam, decay, per-group rates, schedule: in that order."""
+    c = config
+
+    def decayed(params):
+        return jax.tree.map(lambda group: group == "decay", groups(params, rules))
+
+    def scale_groups(updates, params):
+        factor = {"decay": 1.0, "no_decay": 1.0, "ssm": c["ssm_lr"]}
+        return jax.tree.map(lambda u, group: u * factor[group], updates, groups(params, rules))
+
+    parts = [optax.clip_by_global_norm(c["clip"])] if c["clip"] else []
+    parts += [
+        optax.scale_by_adam(c["b1"], c["b2"], c["eps"]),
+        optax.add_decayed_weights(c["weight_decay"], mask=decayed),
+    ]
+    if c["ssm_lr"] != 1.0:
+        parts.append(optax.stateless(scale_groups))
+    return optax.chain(*parts, optax.scale_by_learning_rate(schedule(c, steps)))

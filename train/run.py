@@ -1,0 +1,89 @@
+"""Everything a config describes, built: task, mesh, model, optimizer, abstract state, compiled steps."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+import data
+from data import pipeline
+from model import build
+from model.heads import SequenceModel
+from train import config as configs
+from train import sharding
+from train.optim import optimizer, schedule
+from train.step import RunState, eval_step, init_state, train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The parts of a run that do not change while it runs."""
+
+    config: ConfigDict
+    task: data.Task
+    mesh: Mesh
+    model: SequenceModel
+    abstract: RunState  # shapes and shardings of the state
+    init: Callable[[], RunState]
+    train_step: Callable[[RunState, Any], tuple[RunState, dict]]  # donates the state
+    eval_step: Callable[[Any, Any], dict]
+
+    @property
+    def params(self) -> int:
+        return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(self.abstract.params))
+
+
+def prepare(config: ConfigDict) -> Run:
+    """Builds a run; nothing is compiled yet, and a mistake in the config has been told by the time this returns."""
+    configs.check(config)
+    task = data.build(config.data.task, config.data[config.data.task].to_dict())
+    mesh, rules = sharding.make_mesh(config.mesh), sharding.rules_of(config.mesh)
+    sharding.check_batch(mesh, config.batch_size, task.length, config.optim.accumulate)
+    model = build.build(config.model.to_dict(), task.vocab_size, task.n_classes)
+    tx = optimizer(config.optim, config.steps, build.group_rules(config.model))
+    example = pipeline.batch_at(task, config.data.seed, "train", 1, 0)
+
+    def init() -> RunState:
+        return init_state(model, tx, config.seed, example)
+
+    boxed = jax.eval_shape(init)
+    shardings = sharding.shardings(boxed, mesh, rules)
+    abstract = jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), nn.unbox(boxed), shardings
+    )
+
+    def on_mesh(function: Callable, **options: Any) -> Callable:
+        """Jitted, with the mesh and the axis rules in force while it is traced."""
+        jitted = jax.jit(function, **options)
+
+        def call(*args):
+            with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
+                return jitted(*args)
+
+        return call
+
+    step = train_step(
+        model,
+        tx,
+        schedule(config.optim, config.steps),
+        config.seed,
+        config.optim.accumulate,
+        skip_nonfinite=config.nonfinite == "skip",
+    )
+    replicated = sharding.replicated(mesh)
+    return Run(
+        config=config,
+        task=task,
+        mesh=mesh,
+        model=model,
+        abstract=abstract,
+        # Not under the rules: Linen would constrain half-shaped kernels; the output shardings say all.
+        init=jax.jit(lambda: nn.unbox(init()), out_shardings=shardings),
+        train_step=on_mesh(step, donate_argnums=0, out_shardings=(shardings, replicated)),
+        eval_step=on_mesh(eval_step(model, task.attributes), out_shardings=replicated),
+    )

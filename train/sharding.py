@@ -1,0 +1,80 @@
+"""The device mesh, and how arrays lie on it.
+
+Parameters carry logical axis names; the config's rules map those to mesh axes. A dimension that its mesh axes do not
+divide is kept whole (one key-value head on two tensor devices, say).
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from model.errors import UserError
+
+AXES = ("data", "fsdp", "tensor", "sequence", "expert")
+
+
+def make_mesh(config: Mapping[str, Any]) -> Mesh:
+    """A mesh over all devices, one axis a kind of parallelism; one size may be -1: what the others leave over."""
+    sizes, n = [config[axis] for axis in AXES], jax.device_count()
+    given = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
+    if sizes.count(-1) > 1 or any(size == 0 or size < -1 for size in sizes):
+        raise UserError(f"mesh sizes must be positive, and at most one may be -1: {given}")
+    fixed = math.prod(size for size in sizes if size > 0)
+    if n % fixed or (-1 not in sizes and n != fixed):
+        raise UserError(f"mesh {given} needs a multiple of {fixed} devices, and there are {n}")
+    shape = [n // fixed if size == -1 else size for size in sizes]
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def rules_of(config: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+    rules = [(name, tuple(axes)) for name, axes in config["rules"]]
+    for name, axes in rules:
+        for axis in axes:
+            if axis not in AXES:
+                raise UserError(f"mesh rule for {name!r} names axis {axis!r}; the mesh has {', '.join(AXES)}")
+    return rules
+
+
+def check_batch(mesh: Mesh, batch_size: int, length: int, accumulate: int) -> None:
+    """Refuses a batch that the mesh cannot share out evenly."""
+    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    micro = batch_size // accumulate
+    if micro % shards:
+        near = max(shards, round(micro / shards) * shards) * accumulate
+        raise UserError(
+            f"batch_size {batch_size} (in {accumulate} micro-batches) does not divide over "
+            f"mesh.data x mesh.fsdp = {shards}; closest that does: {near}"
+        )
+    if length % mesh.shape["sequence"]:
+        raise UserError(f"length {length} does not divide over mesh.sequence = {mesh.shape['sequence']}")
+
+
+def fitting(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    """The sharding a spec asks for, less the axes that do not divide their dimension."""
+
+    def keep(axes, size):
+        names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        return axes if size % math.prod(mesh.shape[name] for name in names) == 0 else None
+
+    return NamedSharding(mesh, PartitionSpec(*(keep(a, s) for a, s in zip(spec, shape, strict=False))))
+
+
+def shardings(abstract: Any, mesh: Mesh, rules: list[tuple[str, tuple[str, ...]]]) -> Any:
+    """The sharding of every leaf of a tree of boxed (logically named) abstract arrays."""
+    specs = nn.logical_to_mesh(nn.get_partition_spec(abstract), rules)
+    return jax.tree.map(lambda leaf, spec: fitting(spec, leaf.shape, mesh), nn.unbox(abstract), specs)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """This host's rows of a batch, as global arrays split over the batch."""
+    sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    return {key: jax.make_array_from_process_local_data(sharding, value) for key, value in batch.items()}

@@ -1,0 +1,136 @@
+"""One training step and one evaluation step, as pure functions of the run's state and a batch."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from model.heads import SequenceModel
+
+Batch = Mapping[str, jax.Array]
+Sums = dict[str, tuple[jax.Array, jax.Array]]  # metric -> (sum, count)
+
+
+@struct.dataclass
+class RunState:
+    """Everything that a run carries from step to step; what is saved, and all that is needed to go on."""
+
+    step: jax.Array  # int32, updates tried so far
+    params: Any
+    opt_state: Any
+    data_offset: jax.Array  # int32, batches skipped by roll-backs
+    nonfinite: jax.Array  # int32, steps whose loss or gradient was not finite
+    rollbacks: jax.Array  # int32, returns to an earlier checkpoint
+
+
+def init_state(model: SequenceModel, tx: optax.GradientTransformation, seed: int, batch: Batch) -> RunState:
+    """The state before the first step; parameters still boxed with their logical axis names."""
+    params = model.init(jax.random.key(seed), batch["inputs"], batch.get("segments"))["params"]
+    zero = jnp.zeros((), jnp.int32)
+    counts = dict(step=zero, data_offset=zero, nonfinite=zero, rollbacks=zero)
+    return RunState(params=params, opt_state=tx.init(params), **counts)
+
+
+def forward(
+    model: SequenceModel, params: Any, batch: Batch, rng: jax.Array | None = None
+) -> tuple[jax.Array, Sums]:
+    """Logits, and (sum, count) of loss and accuracy over the batch's weighted targets."""
+    logits, _ = model.apply(
+        {"params": params},
+        batch["inputs"],
+        segments=batch.get("segments"),
+        at=batch.get("at"),
+        train=rng is not None,
+        rngs=None if rng is None else {"dropout": rng},
+    )
+    weights = batch["weights"]
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]) * weights
+    hits = (jnp.argmax(logits, -1) == batch["targets"]) * weights
+    count = weights.sum()
+    return hits, {"loss": (loss.sum(), count), "accuracy": (hits.sum(), count)}
+
+
+def train_step(
+    model: SequenceModel,
+    tx: optax.GradientTransformation,
+    lr: optax.Schedule,
+    seed: int,
+    accumulate: int,
+    skip_nonfinite: bool,
+) -> Callable[[RunState, Batch], tuple[RunState, Sums]]:
+    """The update. Randomness is a function of (seed, step), so nothing random is carried."""
+
+    def gradient(params, batch, rng, count):
+        def objective(params):
+            _, sums = forward(model, params, batch, rng)
+            return sums["loss"][0] / count, sums
+
+        return jax.grad(objective, has_aux=True)(params)
+
+    def step(state: RunState, batch: Batch) -> tuple[RunState, Sums]:
+        rng = jax.random.fold_in(jax.random.key(seed), state.step)
+        count = jnp.maximum(batch["weights"].sum(), 1.0)
+        if accumulate == 1:
+            grads, sums = gradient(state.params, batch, rng, count)
+        else:
+            grads, sums = accumulated(gradient, state.params, batch, rng, count, accumulate)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        grad_norm = optax.global_norm(grads)
+        finite = jnp.isfinite(sums["loss"][0]) & jnp.isfinite(grad_norm)
+        if skip_nonfinite:
+            params, opt_state = jax.tree.map(
+                lambda new, old: jnp.where(finite, new, old),
+                (params, opt_state),
+                (state.params, state.opt_state),
+            )
+        one = jnp.ones((), jnp.float32)
+        sums |= {"grad_norm": (grad_norm, one), "lr": (lr(state.step) * one, one)}
+        sums["finite"] = (finite.astype(jnp.float32), one)
+        state = state.replace(
+            step=state.step + 1, params=params, opt_state=opt_state, nonfinite=state.nonfinite + ~finite
+        )
+        return state, sums
+
+    return step
+
+
+def accumulated(gradient, params, batch, rng, count, n):
+    """Gradients and sums over n micro-batches, equal to those of the whole batch."""
+    # Rows n apart go together, so that every micro-batch stays spread over the devices.
+    micro = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0), batch)
+
+    def add(total, xs):
+        i, part = xs
+        part = jax.tree.map(
+            lambda x: nn.with_logical_constraint(x, ("batch",) + (None,) * (x.ndim - 1)), part
+        )
+        return jax.tree.map(jnp.add, total, gradient(params, part, jax.random.fold_in(rng, i), count)), None
+
+    first = jax.tree.map(lambda x: x[0], micro)
+    shapes = jax.eval_shape(gradient, params, first, rng, count)
+    zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    total, _ = jax.lax.scan(add, zeros, (jnp.arange(n), micro))
+    return total
+
+
+def eval_step(
+    model: SequenceModel, attributes: Mapping[str, tuple[str, ...]]
+) -> Callable[[Any, Batch], Sums]:
+    """Sums over one batch, and accuracy within every bin of every attribute that the task declares."""
+
+    def step(params: Any, batch: Batch) -> Sums:
+        hits, sums = forward(model, params, batch)
+        for name, labels in attributes.items():
+            bins = batch[f"attr_{name}"].reshape(-1)
+            sums[f"accuracy/{name}"] = tuple(
+                jax.ops.segment_sum(values.reshape(-1), bins, len(labels))
+                for values in (hits, batch["weights"])
+            )
+        return sums
+
+    return step

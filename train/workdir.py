@@ -1,0 +1,121 @@
+"""The run folder: one run at a time owns it, its small files are written whole or not at all, and a signal
+ends the run after a step instead of in the middle of one.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import logging
+from jax.experimental import multihost_utils
+
+from model.errors import UserError
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Replaces a file at once: a kill at any moment leaves the old text or the new, never a part."""
+    path = Path(path)
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_folder(path.parent)
+
+
+def sync_folder(path: Path) -> None:
+    """Makes the names in a folder survive a power cut, as fsync does for the contents of a file."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_json(path: str | Path, obj: Any) -> None:
+    write_text(path, json.dumps(obj, indent=1) + "\n")
+
+
+def read_json(path: str | Path) -> Any:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+
+
+@contextlib.contextmanager
+def open_workdir(path: str | Path) -> Iterator[Path]:
+    """Creates the folder and holds it against a second run until the block ends or the process dies."""
+    if "://" in str(path):
+        raise UserError(f"workdir {path} is a URL; mount the bucket and give a folder")
+    folder = Path(path).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise UserError(
+            f"cannot write to workdir {path}: {error.strerror}; give a writable folder"
+        ) from error
+    try:
+        # A run of many processes is one run: its first process holds the folder for all of them.
+        if jax.process_index() == 0:
+            _lock(lock, path)
+        yield folder
+    finally:
+        os.close(lock)
+
+
+def _lock(lock: int, path: str | Path) -> None:
+    # The kernel drops a flock when its process dies, however it dies, so none is ever stale.
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
+        raise UserError(
+            f"workdir {path} is in use by {holder}; stop that run or give another folder"
+        ) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        logging.warning("workdir %s: its file system has no locks; a second run here is not refused", path)
+    os.ftruncate(lock, 0)
+    os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+@contextlib.contextmanager
+def graceful_stop() -> Iterator[Callable[[int], bool]]:
+    """Yields `stop_requested(step)`, to be asked once per step: true once SIGTERM or SIGINT has come.
+
+    With several processes JAX's own notice of SIGTERM is asked instead, because all of them must stop at the
+    same step, and a handler of ours would take its place.
+    """
+    if jax.process_count() > 1:
+        yield multihost_utils.reached_preemption_sync_point
+        return
+
+    received: list[int] = []
+
+    def handler(number: int, frame: Any) -> None:
+        if number == signal.SIGINT and received:
+            raise KeyboardInterrupt
+        received.append(number)
+        # Not print: the handler may have interrupted one.
+        os.write(2, f"{signal.Signals(number).name}: stopping after this step; Ctrl-C again: now\n".encode())
+
+    previous = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda step: bool(received)
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)

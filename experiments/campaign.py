@@ -45,7 +45,11 @@ def carry_out(
         folders.claim(out / name, run)
     jobs = [Job(name, command(run, out / name), out / name) for name, run in planned.items()]
     tally = follow(launch(jobs, slots or default_slots()), out, len(jobs))
-    rows.write(out / "rows.jsonl", rows.collect(out))
+    made = rows.collect(out)
+    rows.write(out / "rows.jsonl", made)
+    for row in made:
+        if row["status"] == "nonfinite":
+            print(f"diverged: {out / row['run']}: non-finite loss at step {row['steps']}")
     return tally
 
 

@@ -1,7 +1,7 @@
 """A run's folder: the only thing experiments know a run by.
 
-Training writes `config.json`, `metrics.jsonl` and, once finished, `result.json`. A sweep adds `run.json` (what
-it asks for), `log.txt` (what training printed) and `failed.json` (how it last ended, if badly).
+Training writes `config.json`, `metrics.jsonl` and, once finished, `result.json`. A sweep adds `run.json`
+(what it asks for), `log.txt` (what training printed) and `failed.json` (how it last ended, if badly).
 """
 
 import fcntl

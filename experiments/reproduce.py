@@ -12,8 +12,8 @@ from absl import flags
 from experiments import campaign, rows
 from experiments.layout import sheet
 from experiments.publish import publish, show
-from experiments.tables import SCALES, TABLES, Table, layout
-from model.errors import UserError, choose, closest
+from experiments.tables import SCALES, TABLES, choose_scale, layout
+from model.errors import UserError, choose
 from train import cli
 
 SCALE = flags.DEFINE_string("scale", None, f"One of {', '.join(SCALES)}, where the table has it.")
@@ -37,15 +37,6 @@ def main(argv: list[str]) -> int:
     made = sheet(filled, layout(table, scale))
     show(made, [out / "rows.jsonl", *publish(made, out)])
     return campaign.exit_code(tally)
-
-
-def choose_scale(table: Table, given: str | None) -> str:
-    if given is None or given in table.scales:
-        return given or table.scales[0]
-    allowed = ", ".join(table.scales)
-    raise UserError(
-        f"table {table.name} has no scale {given!r}; choose from {allowed}{closest(given, table.scales)}"
-    )
 
 
 if __name__ == "__main__":

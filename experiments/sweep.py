@@ -2,8 +2,8 @@
 
     python -m experiments.sweep --config=configs/debug.py --grid=optim.lr=1e-3,3e-3 --seeds=3 --out=runs/lr
 
-experiments/expand.py has the notation of --grid, --zip and --list; --config.KEY=VALUE holds for all runs. Call
-it again to take up where it stopped: finished runs are skipped, others continue. Rows are in OUT/rows.jsonl.
+experiments/expand.py has the notation of --grid, --zip and --list; --config.KEY=VALUE holds for all. Call it
+again to take up where it stopped: finished runs are skipped, others continue. Rows are in OUT/rows.jsonl.
 """
 
 from pathlib import Path

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from experiments.layout import Layout, Published
 from experiments.runs import Run, Value
-from model.errors import choose
+from model.errors import UserError, choose, closest
 
 SCALES = {
     "smoke": "minutes on a CPU; shows that everything runs, not who wins",
@@ -29,6 +29,14 @@ class Table:
     published: Mapping[tuple[str, ...], Published] = field(
         default_factory=dict
     )  # (*by, across) values -> number
+
+
+def choose_scale(table: Table, given: str | None) -> str:
+    """The scale asked for, or the table's first."""
+    if given is None or given in table.scales:
+        return given or table.scales[0]
+    allowed = f"{', '.join(table.scales)}{closest(given, table.scales)}"
+    raise UserError(f"table {table.name} has no scale {given!r}; choose from {allowed}")
 
 
 def layout(table: Table, scale: str) -> Layout:

@@ -186,8 +186,11 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch):
 
 
 @pytest.mark.quick
-def test_progress_costs_next_to_nothing():
-    with Progress(10**6, stream=io.StringIO()) as progress:
+def test_progress_costs_next_to_nothing(monkeypatch):
+    stream = io.StringIO()
+    stream.isatty = lambda: True  # a bar, the dearer of the two to draw
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress(10**6, stream=stream) as progress:
         loss = jnp.float32(1)
         progress.update(0, loss=loss)
         costs = []

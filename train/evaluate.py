@@ -17,6 +17,17 @@ def evaluate(
     mesh: Mesh,
 ) -> dict[str, np.ndarray]:
     """Means over all batches: `loss`, `accuracy`, and a vector over bins for every `accuracy/ATTRIBUTE`."""
+    totals = tally(step, params, batches, mesh)
+    return {name: mean(total, count) for name, (total, count) in totals.items()}
+
+
+def tally(
+    step: Callable[[Any, Mapping[str, jax.Array]], dict],
+    params: Any,
+    batches: Iterable[Mapping[str, np.ndarray]],
+    mesh: Mesh,
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """What `evaluate` takes the means of: (sum, count) over all batches."""
     totals: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     # One batch behind the device, so that the next is on its way while this one is added up.
     pending = None
@@ -25,7 +36,7 @@ def evaluate(
         add(totals, pending)
         pending = current
     add(totals, pending)
-    return {name: mean(total, count) for name, (total, count) in totals.items()}
+    return totals
 
 
 def add(totals: dict[str, tuple[np.ndarray, np.ndarray]], sums: dict | None) -> None:

@@ -1,0 +1,27 @@
+"""A byte-level language model of any text file, or of all files in a folder, at laptop size.
+
+    python -m train --config=configs/text.py:path=book.txt,arch=mamba --workdir=runs/book
+    python -m eval --workdir=runs/book        # loss in nats, perplexity, bits per byte
+    python -m eval --workdir=runs/book --suite=generate --prompt="The "
+
+Takes `path` and `arch`; a path with a comma goes into `--config.data.text.path` instead. Feeds no table.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import archs, base
+from configs.argument import parse
+
+
+def get_config(argument: str = "") -> ConfigDict:
+    arg = parse(argument, path="", arch="attention")
+    c = base.get_config()
+    archs.use(c, arg.arch)
+    c.data.task = "text"
+    c.data.text = {"path": arg.path, "length": 128}
+    c.steps, c.batch_size = 1000, 16
+    c.eval_every, c.checkpoint_every, c.eval_batches = 250, 250, 32
+    c.best = "loss"
+    c.model.width, c.model.layers = 128, 4
+    c.optim.lr = 3e-3
+    return c

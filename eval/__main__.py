@@ -1,0 +1,58 @@
+"""Asks a run's checkpoint something; the run is only read, and may still be going.
+
+    python -m eval --workdir=runs/a [--split=test] [--step=latest] [--config.data.mqar.length=128 ...]
+    python -m eval --workdir=runs/a --suite=generate --prompt="Once upon a" [--tokens=200] [--temperature=0.8]
+
+Overrides change what the model is asked, not what it is: `--config.eval_batches=0` takes all of a finite
+split, `--config.batch_size` and `--config.mesh.fsdp` fit it to this machine.
+"""
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from eval.restore import restore
+from eval.suites import SUITES
+from model.errors import UserError, choose
+from train import cli
+
+WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.")
+SUITE = flags.DEFINE_string("suite", "accuracy", f"What to ask: {', '.join(SUITES)}.")
+STEP = flags.DEFINE_string("step", "latest", "The checkpoint: a step, best or latest.")
+OPTIONS = (
+    flags.DEFINE_string("split", "test", "accuracy: train, validation or test."),
+    flags.DEFINE_string(
+        "prompt", "", "generate: text, or token ids with blanks between them; none starts a line of text."
+    ),
+    flags.DEFINE_integer("tokens", 200, "generate: how many."),
+    flags.DEFINE_float("temperature", 1.0, "generate: below 1 sharper, above 1 flatter, 0 the likeliest."),
+    flags.DEFINE_integer("top_k", 0, "generate: draw from the k likeliest; 0: from all."),
+    flags.DEFINE_float("top_p", 1.0, "generate: draw from the fewest likeliest that reach p; 1: all."),
+    flags.DEFINE_integer("seed", 0, "generate: of the draws."),
+)
+
+
+def main(argv: Sequence[str]) -> None:
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}; flags begin with --")
+    if not WORKDIR.value:
+        raise UserError("--workdir is missing; e.g. python -m eval --workdir=runs/debug")
+    suite = choose("suite", SUITE.value, SUITES)
+    taken = options(suite)
+    suite(restore(WORKDIR.value, STEP.value, cli.overrides()), **taken)
+
+
+def options(suite: Any) -> dict[str, Any]:
+    """The flags that a suite takes; one that only another takes must not be given."""
+    takes = [name for name, p in inspect.signature(suite).parameters.items() if p.kind is p.KEYWORD_ONLY]
+    for flag in OPTIONS:
+        if flag.present and flag.name not in takes:
+            allowed = ", ".join(f"--{name}" for name in takes)
+            raise UserError(f"suite {SUITE.value} does not take --{flag.name}; allowed: {allowed}")
+    return {flag.name: flag.value for flag in OPTIONS if flag.name in takes}
+
+
+if __name__ == "__main__":
+    cli.run(main)

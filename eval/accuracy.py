@@ -1,0 +1,91 @@
+"""Accuracy, loss and perplexity of a checkpoint on a split, and accuracy in every bin of every attribute."""
+
+import math
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from data import Task, pipeline
+from data.text import Text
+from eval.report import provenance, write
+from eval.restore import Restored
+from train.evaluate import mean, tally
+
+
+def accuracy(restored: Restored, *, split: str) -> None:
+    """The suite: measures, writes the numbers into the run's folder, prints them."""
+    report = provenance(restored, split) | measure(restored, split)
+    path = write(restored, "accuracy", split, report)
+    print(headline(report))
+    console = Console(highlight=False)
+    for table in tables(report):
+        console.print(table)
+    print(path)
+
+
+def measure(restored: Restored, split: str) -> dict[str, Any]:
+    """Numbers over the first `eval_batches` batches of a split, or over all of it."""
+    run, c = restored.run, restored.run.config
+    batches = pipeline.eval_batches(run.task, c.data.seed, split, c.batch_size, c.eval_batches)
+    totals = tally(run.eval_step, restored.params, batches, run.mesh)
+    loss = float(mean(*totals["loss"]))
+    asked, there = c.eval_batches * c.batch_size, run.task.size(split)
+    return {
+        "examples": min(n for n in (asked, there) if n),
+        "targets": int(totals["accuracy"][1]),
+        "metrics": {"accuracy": float(mean(*totals["accuracy"])), "loss": loss} | readings(run.task, loss),
+        "baselines": run.task.baselines(),
+        "slices": {
+            name: slices(labels, *totals[f"accuracy/{name}"]) for name, labels in run.task.attributes.items()
+        },
+    }
+
+
+def readings(task: Task, loss: float) -> dict[str, float]:
+    """A language model's mean loss, in nats, said in other ways."""
+    if task.kind != "lm":
+        return {}
+    out = {"perplexity": float(np.exp(loss))}
+    if isinstance(task, Text):
+        out["bits_per_byte"] = loss / math.log(2)
+    return out
+
+
+def slices(labels: tuple[str, ...], hits: np.ndarray, counts: np.ndarray) -> list[dict[str, Any]]:
+    """One line per bin; the accuracy of an empty one is NaN."""
+    lines = zip(labels, mean(hits, counts), counts, strict=True)
+    return [{"bin": label, "accuracy": float(a), "count": int(n)} for label, a, n in lines]
+
+
+def headline(report: dict[str, Any]) -> str:
+    changed = "".join(f", {key}={new}" for key, (_, new) in report["changes"].items())
+    return (
+        f"{report['task']} {report['split']} split at step {report['step']}: "
+        f"{report['examples']:,} examples, {report['targets']:,} targets{changed}"
+    )
+
+
+def tables(report: dict[str, Any]) -> list[Table]:
+    """The numbers for the eye: one table of means, one for each attribute."""
+    means = Table("metric", "value", box=box.SIMPLE_HEAD)
+    for name, value in report["metrics"].items():
+        means.add_row(name.replace("_", " "), show(value))
+    for name, value in report["baselines"].items():
+        means.add_row(f"accuracy of {name}", show(value))
+    out = [means]
+    for name, lines in report["slices"].items():
+        table = Table(name, "accuracy", "count", box=box.SIMPLE_HEAD)
+        for line in lines:
+            table.add_row(line["bin"], show(line["accuracy"]), f"{line['count']:,}")
+        out.append(table)
+    for table in out:
+        for column in table.columns[1:]:
+            column.justify = "right"
+    return out
+
+
+def show(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.4f}"

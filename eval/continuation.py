@@ -1,0 +1,61 @@
+"""A prompt and what the model writes after it, shown as it comes."""
+
+import codecs
+import sys
+from collections.abc import Iterable, Iterator
+
+import jax
+import numpy as np
+
+from data import Task
+from data.text import Text
+from eval.generate import generate
+from eval.restore import Restored
+from eval.sample import Sampling
+from model.errors import UserError
+
+
+def continuation(
+    restored: Restored, *, prompt: str, tokens: int, temperature: float, top_k: int, top_p: float, seed: int
+) -> None:
+    """The suite: prints the prompt and `tokens` tokens after it; nothing is written."""
+    run = restored.run
+    sampling = Sampling(temperature, top_k, top_p)
+    rows = np.array([encode(run.task, prompt)], np.int32)
+    made = generate(run.model, restored.params, rows, tokens, sampling, jax.random.key(seed))
+    sys.stdout.write(prompt)
+    for piece in decode(run.task, (int(token[0]) for token in made)):
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+
+
+def encode(task: Task, prompt: str) -> list[int]:
+    """Token ids: the bytes of a text, or the ids themselves, written with blanks between them.
+
+    A text that begins with nothing begins as a line does, after a newline.
+    """
+    if isinstance(task, Text):
+        return list(prompt.encode("utf-8", "surrogateescape")) or [ord("\n")]
+    words = prompt.split()
+    wrong = [word for word in words if not (word.isdecimal() and int(word) < task.vocab_size)]
+    if wrong or not words:
+        given = f"holds {wrong[0]!r}" if wrong else "is empty"
+        raise UserError(f"prompt {given}; task {task.name} takes token ids from 0 to {task.vocab_size - 1}")
+    return [int(word) for word in words]
+
+
+def decode(task: Task, tokens: Iterable[int]) -> Iterator[str]:
+    """What to print for each token as it comes: a character once its bytes are complete, or the id."""
+    if not isinstance(task, Text):
+        yield from (f" {token}" for token in tokens)
+        return
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token in tokens:
+        yield harmless(decoder.decode(bytes([token])))
+    yield harmless(decoder.decode(b"", final=True))
+
+
+def harmless(text: str) -> str:
+    """Without the control characters by which bytes that mean nothing could change a terminal's mode."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -1,0 +1,136 @@
+"""Tokens one after another from the carried state: one pass over the prompt, then blocks of single steps."""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from eval.sample import Sampling, sample
+from model.contract import State
+from model.errors import UserError
+from model.heads import SequenceModel
+from model.stack import mixer_of
+
+BLOCK = 16  # tokens per dispatch: enough that the device and not Python sets the pace, few enough to watch
+
+
+def generate(
+    model: SequenceModel,
+    params: Any,
+    prompt: np.ndarray,
+    n: int,
+    sampling: Sampling,
+    key: jax.Array,
+    segments: np.ndarray | None = None,
+    block: int = BLOCK,
+) -> Iterator[np.ndarray]:
+    """The n tokens after the prompt `[B, P]`, each `[B]`, as they are made.
+
+    `segments` is 1 on the prompt and 0 on the padding behind it (see `pad`), for rows of different lengths.
+    Token i is drawn with `fold_in(key, i)`, so the tokens do not depend on the size of a block.
+    """
+    check(model, prompt.shape[1], n)
+    return blocks(model, params, prompt, n, sampling, key, segments, block)
+
+
+def check(model: SequenceModel, prompt: int, n: int) -> None:
+    """Refuses, before anything is compiled, what this model cannot go on from or to."""
+    if model.n_classes:
+        raise UserError(f"a classifier of {model.n_classes} classes cannot generate; train a language model")
+    if not all(mixer_of(block).causal for block in model.stack(parent=None).blocks):
+        raise UserError("a bidirectional model cannot generate; train with model.causal=True")
+    if prompt < 1 or n < 1:
+        raise UserError(f"{prompt} prompt tokens and {n} new ones; allowed: at least 1 of each")
+    limit = model.position(parent=None).limit()
+    if limit is not None and prompt + n > limit:
+        raise UserError(
+            f"{prompt} prompt tokens and {n} new ones are past the {limit} positions that this model can "
+            f"place; closest: {max(limit - prompt, 0)} new ones"
+        )
+
+
+def pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Prompts of different lengths as rows `[B, P]`, padded on the right, and their segments."""
+    if not prompts or not all(prompts):
+        raise UserError("a prompt is empty; each needs at least 1 token")
+    tokens, segments = np.zeros((2, len(prompts), max(map(len, prompts))), np.int32)
+    for row, prompt in enumerate(prompts):
+        tokens[row, : len(prompt)] = prompt
+        segments[row, : len(prompt)] = 1
+    return tokens, segments
+
+
+def blocks(
+    model: SequenceModel,
+    params: Any,
+    prompt: np.ndarray,
+    n: int,
+    sampling: Sampling,
+    key: jax.Array,
+    segments: np.ndarray | None,
+    block: int,
+) -> Iterator[np.ndarray]:
+    token, state = prefill(model, sampling, prompt.shape[1] + n, params, prompt, segments, key)
+    ready, count, done = token[None], 1, 1
+    while done < n:
+        ahead = min(block, n - done)
+        state, token, made = decode(model, sampling, block, params, state, token, key, done, ahead)
+        # One block behind the device, which is at work on the next while the caller is shown this one.
+        yield from np.asarray(ready)[:count]
+        ready, count, done = made, ahead, done + ahead
+    yield from np.asarray(ready)[:count]
+
+
+@partial(jax.jit, static_argnames=("model", "sampling", "max_len"))
+def prefill(
+    model: SequenceModel,
+    sampling: Sampling,
+    max_len: int,
+    params: Any,
+    prompt: jax.Array,
+    segments: jax.Array | None,
+    key: jax.Array,
+) -> tuple[jax.Array, State]:
+    """The first new token `[B]`, and the state after the prompt with room for `max_len` tokens."""
+    B, P = prompt.shape
+    last = jnp.full(B, P - 1) if segments is None else (segments > 0).sum(1) - 1
+    state = model.init_state(B, max_len)
+    logits, state = model.apply({"params": params}, prompt, segments=segments, state=state, at=last[:, None])
+    return draw(sampling, key, 0, logits), state
+
+
+@partial(jax.jit, static_argnames=("model", "sampling", "block"), donate_argnames="state")
+def decode(
+    model: SequenceModel,
+    sampling: Sampling,
+    block: int,
+    params: Any,
+    state: State,
+    token: jax.Array,
+    key: jax.Array,
+    done: int,
+    count: int,
+) -> tuple[State, jax.Array, jax.Array]:
+    """`count` steps in one dispatch: the state, the last token, and all of them, `[block, B]`.
+
+    The count is traced, so that one program serves full blocks and the shorter last one.
+    """
+
+    def step(i, carry):
+        state, token, made = carry
+        # No segments: whatever padding lay behind the prompt, each row goes on with its one document.
+        logits, state = model.apply({"params": params}, token[:, None], state=state)
+        token = draw(sampling, key, done + i, logits)
+        return state, token, made.at[i].set(token)
+
+    return jax.lax.fori_loop(0, count, step, (state, token, jnp.zeros((block, *token.shape), token.dtype)))
+
+
+def draw(sampling: Sampling, key: jax.Array, i: int | jax.Array, logits: jax.Array) -> jax.Array:
+    """Token number i, `[B]`, from logits `[B, 1, V]`."""
+    return sample(
+        jax.random.fold_in(key, i), logits[:, 0], sampling.temperature, sampling.top_k, sampling.top_p
+    )

@@ -1,0 +1,55 @@
+"""What a suite leaves behind: a JSON file in the run's folder that says what was measured, and on what."""
+
+import math
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from eval.restore import Restored
+from model.errors import UserError
+from train import config as configs
+from train.revision import revision
+from train.workdir import write_json
+
+
+def provenance(restored: Restored, split: str) -> dict[str, Any]:
+    """Where numbers come from; `changes` holds the config keys that were overridden: [trained, evaluated]."""
+    config, task = restored.run.config, restored.run.task
+    return {
+        "config_hash": configs.digest(restored.trained),
+        "changes": {key: list(pair) for key, pair in configs.changes(restored.trained, config).items()},
+        "revision": revision(),
+        "task": task.name,
+        "data_fingerprint": task.fingerprint(config.data.seed),
+        "split": split,
+        "step": restored.step,
+        "seed": config.seed,
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "jax": jax.__version__,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def write(restored: Restored, suite: str, split: str, report: dict[str, Any]) -> Path:
+    """Writes `WORKDIR/eval/SUITE-SPLIT-STEP.json`, with a hash appended if the config was overridden."""
+    config = restored.run.config
+    other = f"-{configs.digest(config)}" if configs.changes(restored.trained, config) else ""
+    path = restored.folder / "eval" / f"{suite}-{split}-{restored.step}{other}.json"
+    try:
+        path.parent.mkdir(exist_ok=True)
+        write_json(path, finite(report))
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    return path
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: null stands for a number there is not."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

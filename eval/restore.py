@@ -1,0 +1,76 @@
+"""A run's checkpoint, found, checked and loaded. The run is only read, so it may still be going."""
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from model.errors import UserError, closest
+from train import checkpoint
+from train import config as configs
+from train.run import Run, prepare
+from train.step import RunState
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A trained model and all that is known about it."""
+
+    folder: Path
+    trained: ConfigDict  # what the run was trained with
+    run: Run  # built from `trained` with the overrides in force
+    step: int
+    params: Any
+
+
+def restore(workdir: str, step: str, overrides: Iterable[tuple[str, str]] = ()) -> Restored:
+    """The parameters of a step (a number, `best` or `latest`) in a model built with the overrides."""
+    folder = Path(workdir)
+    file, checkpoints = folder / "config.json", folder / "checkpoints"
+    if not file.is_file():
+        runs = [path.parent.name for path in folder.parent.glob("*/config.json")]
+        what = "has no config.json" if folder.is_dir() else "does not exist"
+        raise UserError(f"no run in {workdir}: it {what}{closest(folder.name, runs)}")
+    chosen = choose_step(checkpoints, step)
+    run = prepare(configs.load(str(file), overrides))
+    return Restored(
+        folder=folder,
+        trained=configs.load(str(file)),
+        run=run,
+        step=chosen,
+        params=load(checkpoints, run.abstract, chosen).params,
+    )
+
+
+def choose_step(checkpoints: Path, asked: str) -> int:
+    """The committed step that is asked for."""
+    there = checkpoint.steps(checkpoints)
+    if not there:
+        raise UserError(f"no checkpoint in {checkpoints}; train until the first one is saved")
+    if asked == "latest":
+        return there[-1]
+    if asked == "best":
+        best = checkpoint.best_step(checkpoints)
+        if best is None:
+            raise UserError(f"no checkpoint in {checkpoints} has a validation score; choose --step=latest")
+        return best
+    if asked.isdecimal() and int(asked) in there:
+        return int(asked)
+    allowed = ["best", "latest", *map(str, there)]
+    if asked.isdecimal():
+        near = f"; closest: {min(there, key=lambda step: abs(step - int(asked)))}"
+    else:
+        near = closest(asked, allowed)
+    raise UserError(f"no step {asked!r} in {checkpoints}; choose from {', '.join(allowed)}{near}")
+
+
+def load(checkpoints: Path, like: RunState, step: int) -> RunState:
+    try:
+        return checkpoint.load(checkpoints, like, step)
+    except Exception as error:
+        # A run that goes on removes old checkpoints, perhaps this one, while it is being read.
+        if step in checkpoint.steps(checkpoints):
+            raise
+        raise UserError(f"checkpoint {step} was removed by its run while being read; try again") from error

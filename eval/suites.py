@@ -1,0 +1,11 @@
+"""What can be asked of a checkpoint. A suite's keyword arguments are the flags that it takes."""
+
+from collections.abc import Callable
+
+from eval.accuracy import accuracy
+from eval.continuation import continuation
+
+SUITES: dict[str, Callable[..., None]] = {
+    "accuracy": accuracy,
+    "generate": continuation,
+}

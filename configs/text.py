@@ -19,8 +19,8 @@ def get_config(argument: str = "") -> ConfigDict:
     archs.use(c, arg.arch)
     c.data.task = "text"
     c.data.text = {"path": arg.path, "length": 128}
-    c.steps, c.batch_size = 1000, 16
-    c.eval_every, c.checkpoint_every, c.eval_batches = 250, 250, 32
+    c.steps, c.batch_size = 500, 16
+    c.eval_every, c.checkpoint_every, c.eval_batches = 250, 250, 16
     c.best = "loss"
     c.model.width, c.model.layers = 128, 4
     c.optim.lr = 3e-3

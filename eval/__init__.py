@@ -1,0 +1,1 @@
+"""From a checkpoint to numbers and text: `python -m eval`."""

@@ -8,7 +8,7 @@ split, `--config.batch_size` and `--config.mesh.fsdp` fit it to this machine.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import flags
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> None:
     suite(restore(WORKDIR.value, STEP.value, cli.overrides()), **taken)
 
 
-def options(suite: Any) -> dict[str, Any]:
+def options(suite: Callable[..., None]) -> dict[str, Any]:
     """The flags that a suite takes; one that only another takes must not be given."""
     takes = [name for name, p in inspect.signature(suite).parameters.items() if p.kind is p.KEYWORD_ONLY]
     for flag in OPTIONS:

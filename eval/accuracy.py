@@ -74,7 +74,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
     for name, value in report["metrics"].items():
         means.add_row(name.replace("_", " "), show(value))
     for name, value in report["baselines"].items():
-        means.add_row(f"accuracy of {name}", show(value))
+        means.add_row(f"baseline: {name}", show(value))
     out = [means]
     for name, lines in report["slices"].items():
         table = Table(name, "accuracy", "count", box=box.SIMPLE_HEAD)

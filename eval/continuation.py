@@ -23,7 +23,7 @@ def continuation(
     sampling = Sampling(temperature, top_k, top_p)
     rows = np.array([encode(run.task, prompt)], np.int32)
     made = generate(run.model, restored.params, rows, tokens, sampling, jax.random.key(seed))
-    sys.stdout.write(prompt)
+    sys.stdout.write(prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
     for piece in decode(run.task, (int(token[0]) for token in made)):
         sys.stdout.write(piece)
         sys.stdout.flush()

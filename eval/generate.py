@@ -14,7 +14,8 @@ from model.errors import UserError
 from model.heads import SequenceModel
 from model.stack import mixer_of
 
-BLOCK = 16  # tokens per dispatch: enough that the device and not Python sets the pace, few enough to watch
+# Tokens per dispatch. On a CPU 16 make a small model 4 to 5 times as fast as 1, and 64 no faster than 16.
+BLOCK = 16
 
 
 def generate(

@@ -29,6 +29,13 @@ def plan(runs: Iterable[Run], out: Path) -> dict[str, Run]:
     return planned
 
 
+def repeats(runs: Iterable[Run], planned: Mapping[str, Run]) -> list[str]:
+    """The runs that were left out because another has their config, by their coordinates."""
+    kept = {id(run) for run in planned.values()}
+    left = [run for run in runs if id(run) not in kept]
+    return [", ".join(f"{key}={value}" for key, value in run.coordinates.items()) for run in left]
+
+
 def commands(planned: Mapping[str, Run], out: Path) -> list[str]:
     """The shell command of every run, for reading or for another scheduler."""
     return [shlex.join(command(run, out / name)) for name, run in planned.items()]
@@ -43,7 +50,9 @@ def carry_out(
         raise UserError(f"--jobs={slots} would never start a run; give 1 or more")
     for name, run in planned.items():
         folders.claim(out / name, run)
-    jobs = [Job(name, command(run, out / name), out / name) for name, run in planned.items()]
+    # Every setting's first seed first: later seeds find its program compiled, and a table fills evenly.
+    ordered = sorted(planned.items(), key=lambda item: item[1].overrides.get("seed", 0))
+    jobs = [Job(name, command(run, out / name), out / name) for name, run in ordered]
     tally = follow(launch(jobs, slots or default_slots()), out, len(jobs))
     made = rows.collect(out)
     rows.write(out / "rows.jsonl", made)

@@ -29,7 +29,10 @@ def main(argv: list[str]) -> int:
     table = choose("table", argv[1], TABLES)
     scale = choose_scale(table, SCALE.value)
     out = Path(OUT.value or f"runs/{table.name}" + (f"-{scale}" if scale != table.scales[0] else ""))
-    planned = campaign.plan(table.runs(scale), out)
+    runs = table.runs(scale)
+    planned = campaign.plan(runs, out)
+    for repeat in campaign.repeats(runs, planned):
+        raise UserError(f"table {table.name} asks for one config twice, the second time as {repeat}")
     tally = campaign.carry_out(planned, out, JOBS.value)
     if tally.stopped:
         return campaign.exit_code(tally)

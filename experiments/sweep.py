@@ -42,8 +42,8 @@ def main(argv: list[str]) -> int:
     if DRY_RUN.value:
         print("\n".join(campaign.commands(planned, out)))
         return 0
-    if len(planned) < len(runs):
-        print(f"{len(runs)} settings, {len(planned)} of them different")
+    for repeat in campaign.repeats(runs, planned):
+        print(f"left out, same config as another run: {repeat}")
     return campaign.exit_code(campaign.carry_out(planned, out, JOBS.value, LAUNCHER.value))
 
 

@@ -38,6 +38,8 @@ class Mixer(nn.Module):
     causal: bool = True
     dtype: Any = jnp.float32
 
+    # How memory and work grow with the length: 1 linearly, 2 quadratically.
+    cost: ClassVar[int] = 1
     # Last component of a parameter's path -> optimizer group (see train/optim.py); what is not named is decayed.
     groups: ClassVar[dict[str, str]] = {}
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments import campaign, folders, formats, launch, overhead, progress, rows, startup
+from experiments import campaign, folders, formats, launch, progress, rows, startup
 from experiments.expand import expand, split
 from experiments.launch import Event, Job, local
 from experiments.layout import Layout, Published, sheet
@@ -137,7 +137,9 @@ def test_a_plan_keeps_each_config_once_and_refuses_mistakes_before_anything_is_m
     out = tmp_path / "sweep"
     # The width of the second setting is the config's own, so it is the same run as the first.
     runs = expand(DEBUG, lists=["optim.lr=1e-3;model.width=32;optim.lr=3e-3"])
-    assert list(campaign.plan(runs, out)) == ["lr=0.001,seed=0", "lr=0.003,seed=0"]
+    planned = campaign.plan(runs, out)
+    assert list(planned) == ["lr=0.001,seed=0", "lr=0.003,seed=0"]
+    assert campaign.repeats(runs, planned) == ["model.width=32, seed=0"]
     assert list(campaign.plan(expand(DEBUG, grids=["optim.lr=1e-3,0.001"]), out)) == ["lr=0.001,seed=0"]
     for grid in ("optim.lrr=1,2", "model.width=wide", ":arch=mambo", "steps=-1"):
         with pytest.raises(UserError):
@@ -254,6 +256,7 @@ def test_a_run_that_loses_the_race_for_its_folder_is_not_a_failure(tmp_path):
 
 def test_a_signal_lets_every_run_save_and_none_start(tmp_path):
     jobs = [job(tmp_path, name, seconds=60) for name in "abc"]
+    folders.write_json(tmp_path / "a" / "failed.json", {"code": 1, "error": "an earlier try"})
     kinds = []
     for event in local(jobs, 2):
         kinds.append((event.kind, event.name, event.detail))
@@ -263,6 +266,7 @@ def test_a_signal_lets_every_run_save_and_none_start(tmp_path):
     assert kinds[-1] == ("stop", "", "SIGTERM")
     assert [(tmp_path / name / "saved").exists() for name in "abc"] == [True, True, False]
     assert not any(folders.in_use(tmp_path / name) for name in "abc")
+    assert rows.row_of(tmp_path / "a")["status"] == "missing"
 
 
 @pytest.mark.quick
@@ -546,6 +550,14 @@ def test_list_names_everything():
     assert all(found.values()), "a line without a description"
 
 
+@pytest.mark.parametrize("name", TABLES)
+def test_no_two_runs_of_a_table_are_the_same(name, tmp_path):
+    for scale in TABLES[name].scales:
+        runs = TABLES[name].runs(scale)
+        assert campaign.repeats(runs, campaign.plan(runs, tmp_path)) == []
+        assert layout(TABLES[name], scale).order.keys() >= {*TABLES[name].by, TABLES[name].across} - {None}
+
+
 def test_reproduce_prints_the_table_with_its_failed_seeds(tmp_path):
     """Every run has its result already, so nothing is trained."""
     planned = campaign.plan(TABLES["quickstart"].runs("smoke"), tmp_path)
@@ -621,11 +633,16 @@ def test_a_sweep_of_real_runs_is_stopped_taken_up_and_finished(tmp_path):
 # Measurements
 
 
-def test_overhead_is_measured_on_the_real_loop():
-    tiny = [tuple(flag.removeprefix("--config.").split("=")) for flag in TINY]
-    found = overhead.measure(DEBUG, tiny, steps=20, rounds=1)
+def test_overhead_is_measured_on_the_real_loop(tmp_path):
+    file = tmp_path / "new" / "bench.jsonl"
+    code, printed, _ = call(
+        "experiments.bench", "loop", f"--config={DEBUG}", *TINY, "--steps=20", "--rounds=2", f"--out={file}"
+    )
+    assert code == 0
+    (found,) = rows.read(file)
     assert 0 < found["step_ms"] < found["loop_ms"]
-    assert found["overhead"] == pytest.approx(1 - found["step_ms"] / found["loop_ms"])
+    assert 0 < found["lowest"] <= found["overhead"] <= found["highest"] < 1
+    assert f"{DEBUG}: {found['overhead']:.1%} overhead" in printed
 
 
 def test_startup_is_timed_twice_with_one_new_cache(monkeypatch):

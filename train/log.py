@@ -55,17 +55,19 @@ class MetricsLog:
     """
 
     def __init__(self, path: str | Path, resume_step: int | None, tensorboard: bool = False):
+        self._path, self._tensorboard = Path(path), tensorboard
         self._file = self._events = None
-        if jax.process_index() != 0:
-            return
-        path = Path(path)
-        kept = []
+        if jax.process_index() == 0:
+            self._open(resume_step)
+
+    def _open(self, resume_step: int | None) -> None:
+        path, kept = self._path, []
         if resume_step is not None and path.exists():
             kept = [line + "\n" for line, event in _lines(path) if event["step"] <= resume_step]
         write_text(path, "".join(kept))
         # Unbuffered: a line is one write, in the file as soon as it is logged.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
-        if tensorboard:
+        if self._tensorboard:
             self._events = _TensorBoard(
                 path.parent / "tensorboard", 0 if resume_step is None else resume_step + 1
             )
@@ -77,6 +79,12 @@ class MetricsLog:
         self._file.write(line.encode() + b"\n")
         if self._events is not None:
             self._events.write(int(step), json.loads(line))
+
+    def rewind(self, step: int) -> None:
+        """Forgets what came after a step that the run has gone back to."""
+        if self._file is not None:
+            self.close()
+            self._open(step)
 
     def close(self) -> None:
         if self._file is not None:

@@ -18,7 +18,7 @@ from data import pipeline
 from model.errors import UserError
 from train import config as configs
 from train.checkpoint import Checkpoints, read_manifest, step_folder
-from train.evaluate import evaluate, scalars
+from train.evaluate import evaluate, mean, scalars
 from train.log import MetricsLog, Progress
 from train.revision import revision
 from train.run import Run, prepare
@@ -97,25 +97,24 @@ def loop(run: Run, folder: Path, checkpoints: Checkpoints) -> dict[str, Any] | N
             # except where this step's are needed at once.
             due = [pending, (step, sums)] if at_eval or at_save or stop else [pending]
             pending = None if len(due) == 2 else (step, sums)
-            broken = [report(log, progress, clock, c, *item) for item in due if item is not None]
-            if any(broken):
-                log.write(step, event=f"non-finite loss; policy {c.nonfinite}")
-            if any(broken) and c.nonfinite != "skip":
+            broken = [n for n, sums in filter(None, due) if not report(log, progress, clock, c, n, sums)]
+            if broken and c.nonfinite != "skip":
                 if c.nonfinite == "stop" or int(state.rollbacks) >= c.max_rollbacks:
                     status = "nonfinite"
                     break
                 step, state = roll_back(run, checkpoints, state, step)
-                log.write(step, event="rolled back")
+                log.rewind(step)
+                log.write(step, event=f"step {broken[0]} was not finite: rolled back")
                 batches, pending = stream(run, state), None
                 continue
             if at_eval:
                 scores = validate(run, state, "validation")
                 log.write(step, **scores)
                 progress.update(step, **{f"val {c.best}": scores[f"validation/{c.best}"]})
-                clock.pause()
-            reached = at_eval and has_reached(scores, c)
+                reached = has_reached(scores, c)
             if at_save or stop or reached:
                 save(checkpoints, step, state, scores if at_eval else {}, c.best, clock)
+            if at_eval or at_save:
                 clock.pause()
             if stop and step < c.steps and not reached:
                 checkpoints.wait()
@@ -158,14 +157,14 @@ def validate(run: Run, state: RunState, split: str) -> dict[str, float]:
 
 
 def report(log: MetricsLog, progress: Progress, clock: "Clock", c: ConfigDict, step: int, sums: dict) -> bool:
-    """Logs a step's metrics where due; true if it was not finite."""
-    values = {name: total / np.maximum(count, 1) for name, (total, count) in jax.device_get(sums).items()}
+    """Logs a step's metrics where due; whether the step was finite."""
+    values = {name: np.float32(mean(*pair)) for name, pair in jax.device_get(sums).items()}
     clock.tick()
     finite = values.pop("finite") == 1
     if step % c.log_every == 0 or not finite:
         log.write(step, **values)
     progress.update(step, loss=values["loss"])
-    return not finite
+    return bool(finite)
 
 
 def roll_back(run: Run, checkpoints: Checkpoints, state: RunState, step: int) -> tuple[int, RunState]:

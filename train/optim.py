@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 GROUPS = ("decay", "no_decay", "ssm")
@@ -19,13 +20,17 @@ def schedule(config: Mapping[str, Any], steps: int) -> optax.Schedule:
     if config["schedule"] == "cosine":
         after = optax.cosine_decay_schedule(lr, max(steps - warmup, 1), alpha=config["final_lr"])
     elif config["schedule"] == "rsqrt":
-        # Peaks at lr when the warm-up ends.
-        after = lambda step: lr * (max(warmup, 1) / (step + max(warmup, 1))) ** 0.5  # noqa: E731
+        after = rsqrt(lr, max(warmup, 1))
     else:
         after = optax.constant_schedule(lr)
     if not warmup:
         return after
     return optax.join_schedules([optax.linear_schedule(lr / warmup, lr, max(warmup - 1, 1)), after], [warmup])
+
+
+def rsqrt(lr: float, warmup: int) -> optax.Schedule:
+    """`lr` when the warm-up ends, then falling with the inverse square root of the step."""
+    return lambda step: lr * (warmup / (jnp.maximum(step, 0) + warmup)) ** 0.5
 
 
 def path_name(path: tuple) -> str:

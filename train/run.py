@@ -67,14 +67,8 @@ def prepare(config: ConfigDict) -> Run:
 
         return call
 
-    step = train_step(
-        model,
-        tx,
-        schedule(config.optim, config.steps),
-        config.seed,
-        config.optim.accumulate,
-        skip_nonfinite=config.nonfinite == "skip",
-    )
+    rate = schedule(config.optim, config.steps)
+    step = train_step(model, tx, rate, config.seed, config.optim.accumulate)
     replicated = sharding.replicated(mesh)
     return Run(
         config=config,

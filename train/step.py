@@ -60,9 +60,11 @@ def train_step(
     lr: optax.Schedule,
     seed: int,
     accumulate: int,
-    skip_nonfinite: bool,
 ) -> Callable[[RunState, Batch], tuple[RunState, Sums]]:
-    """The update. Randomness is a function of (seed, step), so nothing random is carried."""
+    """The update. Randomness is a function of (seed, step), so nothing random is carried.
+
+    An update that is not finite is counted and not applied, so that the state is good whatever the loop does next.
+    """
 
     def gradient(params, batch, rng, count):
         def objective(params):
@@ -82,12 +84,9 @@ def train_step(
         params = optax.apply_updates(state.params, updates)
         grad_norm = optax.global_norm(grads)
         finite = jnp.isfinite(sums["loss"][0]) & jnp.isfinite(grad_norm)
-        if skip_nonfinite:
-            params, opt_state = jax.tree.map(
-                lambda new, old: jnp.where(finite, new, old),
-                (params, opt_state),
-                (state.params, state.opt_state),
-            )
+        params, opt_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
+        )
         one = jnp.ones((), jnp.float32)
         sums |= {"grad_norm": (grad_norm, one), "lr": (lr(state.step) * one, one)}
         sums["finite"] = (finite.astype(jnp.float32), one)

@@ -25,6 +25,7 @@ class Attention(Mixer):
     implementation: str | None = None  # of the attention op; None picks
 
     softmax: ClassVar[bool] = True
+    cost: ClassVar[int] = 2
 
     @property
     def kv_heads(self) -> int:

@@ -56,7 +56,7 @@ def s4d_recurrence(
         return a, b
 
     def contract(h, x):
-        return 2 * jnp.einsum("dn,bldn->bld", C, h).real
+        return 2 * jnp.sum(C.real * h.real - C.imag * h.imag, axis=-1)  # the real part alone
 
     inputs = dict(u=u)
     if ctx.segments is not None:
@@ -68,7 +68,7 @@ class S4D(Mixer):
     """S4D: a linear time-invariant state space per channel, a convolution in training."""
 
     state: int = 64  # N, real size; half as many complex modes
-    init: str = "lin"  # lin or inv
+    A_init: str = "lin"  # lin or inv
     dt_min: float = 0.001
     dt_max: float = 0.1
     implementation: str | None = None  # convolution, or one of the scan; None picks
@@ -91,7 +91,7 @@ class S4D(Mixer):
             return jax.random.uniform(key, shape, dtype, np.log(self.dt_min), np.log(self.dt_max))
 
         def imag_init(key, shape, dtype):
-            return jnp.broadcast_to(jnp.asarray(INITS[self.init](np.arange(N), N), dtype), shape)
+            return jnp.broadcast_to(jnp.asarray(INITS[self.A_init](np.arange(N), N), dtype), shape)
 
         def param(name, init, shape, axes):
             return self.param(name, nn.with_logical_partitioning(init, axes), shape, f)
@@ -129,7 +129,7 @@ class S4D(Mixer):
         return y, None if state is None else h
 
     def check(self) -> None:
-        choose("s4d init", self.init, INITS)
+        choose("s4d A_init", self.A_init, INITS)
         if self.state < 2 or self.state % 2:
             raise UserError(f"s4d's state {self.state} must be even: its modes come in conjugate pairs")
         if not 0 < self.dt_min <= self.dt_max:

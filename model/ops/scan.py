@@ -5,6 +5,7 @@ are N times larger than inputs and outputs, need never exist for the whole lengt
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -50,8 +51,10 @@ def associative(
     return contract(states, inputs), states[:, -1]
 
 
-def chunked(expand: Expand, contract: Contract, h0: Array, inputs: Inputs, chunk: int) -> tuple[Array, Array]:
-    """Chunks in sequence, parallel within; the backward pass recomputes the states of one chunk at a time."""
+def chunked(
+    expand: Expand, contract: Contract, h0: Array, inputs: Inputs, chunk: int, inner: Callable = associative
+) -> tuple[Array, Array]:
+    """Chunks in sequence, by `inner` within; the backward pass recomputes the states of one chunk at a time."""
     L = jax.tree.leaves(inputs)[0].shape[1]
     chunk = min(chunk, L)
     n = -(-L // chunk)
@@ -64,20 +67,27 @@ def chunked(expand: Expand, contract: Contract, h0: Array, inputs: Inputs, chunk
     def masked(x):  # fill must leave the state as it was, whatever `expand` makes of zeros
         x, real = x
         a, b = expand(x)
-        real = real.reshape(1, chunk, *[1] * (b.ndim - 2))
+        if not fill:
+            return a, b
+        real = real.reshape(*real.shape, *[1] * (b.ndim - 2))
         return jnp.where(real, a, 1), jnp.where(real, b, 0)
 
     def step(h, x):
-        y, h = associative(masked, lambda states, x: contract(states, x[0]), h, x, chunk)
+        y, h = inner(masked, lambda states, x: contract(states, x[0]), h, x, chunk)
         return h, y
 
-    real = (jnp.arange(n * chunk) < L).reshape(n, chunk)
+    real = (jnp.arange(n * chunk) < L).reshape(n, 1, chunk)
     h, y = lax.scan(jax.checkpoint(step, prevent_cse=False), h0, (jax.tree.map(cut, inputs), real))
     y = jnp.moveaxis(y, 0, 1)
     return y.reshape(y.shape[0], n * chunk, *y.shape[3:])[:, :L], h
 
 
-IMPLEMENTATIONS = {"sequential": sequential, "associative": associative, "chunked": chunked}
+IMPLEMENTATIONS = {
+    "sequential": sequential,
+    "associative": associative,
+    "chunked": chunked,
+    "chunked_sequential": partial(chunked, inner=sequential),
+}
 
 
 def diagonal_scan(
@@ -92,7 +102,9 @@ def diagonal_scan(
     """Outputs `[B, L, ...]` and the last state, for the recurrence that `expand` and `contract` describe."""
     length = jax.tree.leaves(inputs)[0].shape[1]
     if implementation is None:
-        implementation = "sequential" if length == 1 else "chunked"
+        # Few cores gain nothing from a scan that does log(chunk) times the work.
+        inner = "chunked_sequential" if jax.default_backend() == "cpu" else "chunked"
+        implementation = "sequential" if length == 1 else inner
     return choose("scan implementation", implementation, IMPLEMENTATIONS)(expand, contract, h0, inputs, chunk)
 
 
@@ -119,13 +131,14 @@ def selective_scan(
     """
 
     def expand(inputs):
-        a = jnp.exp(jnp.einsum("ble,en->blen", inputs["dt"], A))
+        a = jnp.exp(inputs["dt"][..., None] * A)
         if keep is not None:
             a = a * inputs["keep"][:, :, None, None]
-        return a, jnp.einsum("ble,bln->blen", inputs["dt"] * inputs["x"], inputs["B"])
+        return a, (inputs["dt"] * inputs["x"])[..., None] * inputs["B"][:, :, None]
 
     def contract(h, inputs):
-        return jnp.einsum("blen,bln->ble", h, inputs["C"])
+        # Not an einsum: a product and a sum fuse with the scan's last pass, a batch of tiny matrix products does not.
+        return jnp.sum(h * inputs["C"][:, :, None], axis=-1)
 
     inputs = dict(x=x, dt=dt, B=B, C=C)
     if keep is not None:

@@ -1,0 +1,167 @@
+"""The laws that every mixer obeys. They walk the zoo: a new mixer has its tests the day it gets its line there."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.contract import Context
+from model.errors import UserError
+from tests import zoo
+
+CASES = zoo.cases()
+PACKED = [[1] * 5 + [2] * 4 + [0] * 3, [3] * 12]
+
+
+def pieces(mixer, variables, x, ctx, lengths):
+    """The outputs of a sequence run in pieces with the state carried, and the last state."""
+    state, outputs, start = mixer.init_state(x.shape[0], x.shape[1]), [], 0
+    run = zoo.apply(mixer)
+    for n in lengths:
+        part = Context(
+            positions=ctx.positions[:, start : start + n],
+            segments=None if ctx.segments is None else ctx.segments[:, start : start + n],
+        )
+        y, state = run(variables, x[:, start : start + n], part, state)
+        outputs.append(y)
+        start += n
+    return jnp.concatenate(outputs, axis=1), state
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("segments", [None, PACKED], ids=["plain", "packed"])
+def test_split(case, segments):
+    """Whole equals any pieces with the state carried: prefill, chunked prefill and decoding at once."""
+    mixer = zoo.make(case)
+    variables, x = zoo.params(mixer), zoo.inputs(2, 12)
+    ctx = zoo.context(segments, L=12)
+    whole, none = zoo.apply(mixer)(variables, x, ctx)
+    assert none is None
+    for lengths in ([4, 4, 1, 1, 1, 1], [1, 4, 4, 1, 1, 1]):
+        split, _ = pieces(mixer, variables, x, ctx, lengths)
+        real = np.ones((2, 12), bool) if segments is None else np.asarray(segments) > 0
+        np.testing.assert_allclose(split[real], whole[real], atol=2e-5)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", CASES)
+def test_causality(case):
+    """No output depends on a later input; in bidirectional mode, every one depends on every other."""
+    x, ctx, t = zoo.inputs(1, 9), zoo.context(L=9), 4
+
+    def sensitivity(mixer, variables):
+        weight = zoo.inputs(1, 9, seed=1)[:, : t + 1]
+        return jax.jit(jax.grad(lambda x: jnp.sum(mixer.apply(variables, x, ctx)[0][:, : t + 1] * weight)))(x)
+
+    mixer = zoo.make(case)
+    size = np.abs(sensitivity(mixer, zoo.params(mixer))).sum(-1)[0]
+    # An FFT spreads rounding over the whole length; anything learned from the future would be far larger.
+    assert (size[t + 1 :] < 1e-5).all() and (size[: t + 1] > 1e-4).all()
+
+    both = zoo.make(case, causal=False)
+    try:
+        size = np.abs(sensitivity(both, zoo.params(both))).sum(-1)[0]
+        assert (size > 1e-4).all()
+    except UserError as refusal:
+        assert "causal" in str(refusal)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_segments(case, causal):
+    """Documents packed in a row equal each alone; padding changes nothing, in values and in gradients."""
+    mixer = zoo.make(case, causal=causal)
+    x = zoo.inputs(1, 12)
+    try:
+        variables = zoo.params(mixer)
+    except UserError as refusal:
+        assert not causal and "causal" in str(refusal)
+        return
+    ctx = zoo.context(PACKED[:1])
+    run = zoo.apply(mixer)
+    packed, _ = run(variables, x, ctx)
+    for start, n in ((0, 5), (5, 4)):
+        alone, _ = run(variables, x[:, start : start + n], zoo.context(L=n))
+        np.testing.assert_allclose(packed[:, start : start + n], alone, atol=2e-5)
+    real = np.asarray(PACKED[:1]) > 0
+    pull = jax.jit(jax.grad(lambda x: jnp.sum(jnp.where(real[..., None], mixer.apply(variables, x, ctx)[0], 0))))(x)
+    assert np.isfinite(pull).all() and (np.abs(pull[~real]) < 1e-7).all()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_padding_leaves_the_state(case):
+    """A prompt padded at its end, then more tokens: as if the padding had not been there."""
+    mixer = zoo.make(case)
+    variables, x = zoo.params(mixer), zoo.inputs(1, 8)
+    gap = jnp.concatenate([x[:, :5], zoo.inputs(1, 3, seed=9), x[:, 5:]], axis=1)
+    segments = np.asarray([[1] * 5 + [0] * 3 + [1] * 3])
+    ctx = zoo.context(segments)
+    np.testing.assert_array_equal(ctx.positions[0], [0, 1, 2, 3, 4, 0, 0, 0, 5, 6, 7])
+    whole, _ = zoo.apply(mixer)(variables, x, zoo.context(L=8))
+    split, _ = pieces(mixer, variables, gap, ctx, [8, 1, 1, 1])
+    np.testing.assert_allclose(split[:, segments[0] > 0], whole, atol=2e-5)
+
+
+@pytest.mark.parametrize("length", [1, 7, 63, 100])
+@pytest.mark.parametrize("case", CASES)
+def test_truth(case, length):
+    """Value and gradient equal the float64 reference: tight in float32, loose in bfloat16."""
+    variables = zoo.params(zoo.make(case))
+    weight = zoo.inputs(2, length, seed=1)
+
+    def value_and_grad(dtype, implementation):
+        mixer = zoo.make(case, dtype=dtype, implementation=implementation)
+
+        def objective(variables, x):
+            y, _ = mixer.apply(variables, x, zoo.context(L=length))
+            return jnp.sum(y.astype(weight.dtype) * weight), y
+
+        grad = jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))
+        grads, y = grad(variables, zoo.inputs(2, length).astype(dtype))
+        return [y, *jax.tree.leaves(grads)]
+
+    with jax.enable_x64(True):
+        weight = jnp.asarray(weight, jnp.float64)
+        wide = jax.tree.map(lambda v: jnp.asarray(v, jnp.float64), variables)
+        narrow, variables = variables, wide
+        truth = value_and_grad(jnp.float64, zoo.reference(case))
+        assert truth[0].dtype == jnp.float64
+        variables, weight = narrow, jnp.asarray(weight, jnp.float32)
+    for dtype, tolerance in [(jnp.float32, 3e-5)] + [(jnp.bfloat16, 0.06)] * (length == 63):
+        for got, want in zip(value_and_grad(dtype, None), truth, strict=True):
+            assert np.isfinite(np.asarray(got, np.float64)).all()
+            assert zoo.far(got, want) < tolerance, (dtype, np.shape(got), zoo.far(got, want))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_cost(case):
+    """Compiled memory of a training step grows with the length as the mixer claims."""
+    mixer = zoo.make(case)
+    variables = zoo.params(mixer)
+
+    def memory(L):
+        def objective(variables, x):
+            return jnp.sum(mixer.apply(variables, x, zoo.context(L=L))[0] ** 2)
+
+        step = jax.jit(jax.grad(objective, argnums=(0, 1)))
+        return step.lower(variables, zoo.inputs(1, L)).compile().memory_analysis().temp_size_in_bytes
+
+    growth = np.log2(memory(2048) / memory(1024))
+    assert growth < mixer.cost + 0.25, growth
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_state(case, dtype):
+    """`state_bytes` is what the arrays hold, before and after use; recurrent states stay in float32."""
+    mixer = zoo.make(case, dtype=dtype)
+    for length in (5, 64):
+        state = mixer.init_state(1, length)
+        assert sum(leaf.nbytes for leaf in jax.tree.leaves(state)) == mixer.state_bytes(length)
+    variables = zoo.params(mixer)
+    _, after = jax.eval_shape(mixer.apply, variables, zoo.inputs(1, 3, dtype=dtype), zoo.context(L=3), state)
+    spec = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), after) == spec

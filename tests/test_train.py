@@ -1,0 +1,222 @@
+"""Training: sharding and groups as laws over the zoo, the step, the optimizer, and what happens to a broken loss."""
+
+import itertools
+import json
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from configs import archs
+from data import pipeline
+from model import build
+from model.errors import UserError
+from model.mixers import MIXERS
+from model.positions import POSITIONS
+from train import config as configs
+from train import optim, sharding
+from train.log import read
+from train.loop import train
+from train.run import prepare
+from train.step import train_step
+
+DEBUG = "configs/debug.py"
+TINY = [("model.width", "16"), ("batch_size", "16"), ("data.mqar.length", "16")]
+
+
+def load(*overrides: tuple[str, str], spec: str = DEBUG):
+    return configs.load(spec, [*TINY, *overrides])
+
+
+def one_step(config, n: int = 1):
+    """Metrics and parameters after n steps on the mesh that the config names."""
+    run = prepare(config)
+    state = run.init()
+    for step in range(n):
+        batch = pipeline.batch_at(run.task, 0, "train", config.batch_size, step)
+        state, sums = run.train_step(state, sharding.put_batch(batch, run.mesh))
+    return jax.device_get(sums), jax.device_get(state.params)
+
+
+MESHES = {
+    "data": [("mesh.data", "8")],
+    "fsdp and tensor": [("mesh.data", "1"), ("mesh.fsdp", "4"), ("mesh.tensor", "2")],
+    "sequence": [("mesh.data", "2"), ("mesh.sequence", "4")],
+}
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_sharding_changes_nothing_but_rounding(mixer):
+    choice = [("model.mixers", mixer), ("model.position", "none")]
+    config = load(*choice)
+    run = prepare(config)
+    batch = pipeline.batch_at(run.task, 0, "train", config.batch_size, 0)
+    tx = optim.optimizer(config.optim, config.steps, build.group_rules(config.model))
+    step = train_step(run.model, tx, optax.constant_schedule(0.0), 0, 1)
+    state = jax.device_put(jax.device_get(run.init()), jax.devices()[0])
+    alone, sums = jax.jit(step)(state, jax.device_put(batch, jax.devices()[0]))
+    for name, mesh in MESHES.items():
+        metrics, params = one_step(load(*choice, *mesh))
+        for key in ("loss", "grad_norm"):
+            np.testing.assert_allclose(metrics[key][0], sums[key][0], rtol=2e-5, err_msg=f"{name} {key}")
+        # Adam's first step is the sign of the gradient: where that is rounding, so is the step.
+        for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(alone.params), strict=True):
+            close = np.isclose(a, b, atol=2e-5)
+            assert close.mean() > 0.99, name
+
+
+def test_parameters_really_are_sharded():
+    run = prepare(load(("model.width", "32"), *MESHES["fsdp and tensor"]))
+    kernel = run.init().params["stack"]["layers"]["block_0"]["mixer"]["q"]["kernel"]  # [layers, D, H, K]
+    assert kernel.addressable_shards[0].data.shape == (2, 8, 2, 8)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("position", POSITIONS)
+def test_every_parameter_is_in_exactly_one_group(mixer, position):
+    choice = [("model.mixers", mixer), ("model.position", position)]
+    try:
+        run = prepare(load(*choice))
+    except UserError as refusal:
+        assert position in str(refusal)
+        return
+    rules = build.group_rules(run.config.model)
+    found = optim.groups(run.abstract.params, rules)  # raises where two rules claim one parameter
+    assert set(jax.tree.leaves(found)) <= set(optim.GROUPS)
+    names = [optim.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(run.abstract.params)]
+    for name, group in MIXERS[mixer].groups.items():
+        mine = [n for n in names if n.endswith(f"mixer/{name}")]
+        assert mine, f"{mixer} names a parameter {name} that it does not have"
+        flat = dict(zip(names, jax.tree.leaves(found), strict=True))
+        assert {flat[n] for n in mine} == {group}
+
+
+@pytest.mark.quick
+def test_groups_decide_decay_and_rate():
+    rules = [("a", "no_decay"), ("s", "ssm")]
+    config = dict(load().optim) | dict(weight_decay=0.5, ssm_lr=0.1, clip=0.0, schedule="constant", warmup=0, lr=1.0)
+    params = {"a": jnp.ones(3), "s": jnp.ones(3), "w": jnp.ones(3)}
+    tx = optim.optimizer(config, 10, rules)
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    # Adam's first update is 1; decay adds 0.5 where allowed; ssm moves a tenth.
+    np.testing.assert_allclose([updates[k][0] for k in "asw"], [-1.0, -0.1, -1.5], rtol=1e-5)
+
+
+@pytest.mark.quick
+def test_schedules():
+    config = dict(load().optim) | dict(lr=2.0, warmup=4, final_lr=0.1)
+    cosine = optim.schedule(config | dict(schedule="cosine"), 20)
+    np.testing.assert_allclose([cosine(0), cosine(3), cosine(4), cosine(12), cosine(20)], [0.5, 2.0, 2.0, 1.1, 0.2])
+    rsqrt = optim.schedule(config | dict(schedule="rsqrt"), 20)
+    np.testing.assert_allclose([rsqrt(0), rsqrt(4), rsqrt(16)], [0.5, 2.0, 1.0], rtol=1e-6)
+    assert optim.schedule(config | dict(schedule="constant"), 20)(15) == 2.0
+
+
+def test_accumulation_equals_the_whole_batch():
+    whole, p = one_step(load())
+    parts, q = one_step(load(("optim.accumulate", "2")))
+    np.testing.assert_allclose(parts["loss"][0], whole["loss"][0], rtol=1e-6)
+    np.testing.assert_allclose(parts["grad_norm"][0], whole["grad_norm"][0], rtol=1e-5)
+
+
+@pytest.mark.quick
+def test_golden_step():
+    """Three steps of the tiny config, as first measured: a change here is a change of every result."""
+    losses = []
+    for n in (1, 3):
+        sums, _ = one_step(load(), n)
+        losses.append(float(sums["loss"][0] / sums["loss"][1]))
+    np.testing.assert_allclose(losses, GOLDEN, rtol=2e-5)
+
+
+def test_one_step_compiles_once():
+    run = prepare(load())
+    tx = optim.optimizer(run.config.optim, 10, build.group_rules(run.config.model))
+    step = train_step(run.model, tx, optax.constant_schedule(0.0), 0, 1)
+    counted = jax.jit(chex.assert_max_traces(step, n=1))
+    state = run.init()
+    for i in range(3):
+        batch = sharding.put_batch(pipeline.batch_at(run.task, 0, "train", 16, i), run.mesh)
+        state, _ = counted(state, batch)
+    chex.assert_tree_all_finite(state.params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(run.init), run.abstract)
+
+
+def break_at(monkeypatch, bad: set[int]):
+    """Batches of these data steps get an infinite weight, so that their loss is not finite."""
+    original = pipeline.batch_at
+
+    def broken(task, seed, split, batch_size, step, *args, **kwargs):
+        batch = original(task, seed, split, batch_size, step, *args, **kwargs)
+        if split == "train" and step in bad and batch_size > 1:
+            batch["weights"] = batch["weights"] * np.float32(np.inf)
+        return batch
+
+    monkeypatch.setattr(pipeline, "batch_at", broken)
+
+
+SHORT = [("steps", "12"), ("checkpoint_every", "4"), ("eval_every", "0"), ("log_every", "1"), ("eval_batches", "1")]
+
+
+@pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
+def test_a_loss_that_is_not_finite(policy, tmp_path, monkeypatch):
+    break_at(monkeypatch, {6})
+    result = train(load(*SHORT, ("nonfinite", policy)), str(tmp_path))
+    lines = [line for line in read(tmp_path / "metrics.jsonl") if "loss" in line]
+    steps = [line["step"] for line in lines]
+    assert result["nonfinite"] == 1
+    if policy == "stop":
+        assert result["status"] == "nonfinite" and "test/accuracy" not in result["metrics"]
+    else:
+        assert result["status"] == "finished" and result["steps"] == 12
+        assert steps == list(range(1, 13))
+        finite = [np.isfinite(line["loss"]) for line in lines]
+        assert finite.count(False) == (1 if policy == "skip" else 0)
+        assert np.isfinite(result["metrics"]["test/loss"])
+
+
+def test_rollbacks_end(tmp_path, monkeypatch):
+    break_at(monkeypatch, set(range(6, 1000)))
+    result = train(load(*SHORT, ("nonfinite", "rollback"), ("max_rollbacks", "2")), str(tmp_path))
+    assert result["status"] == "nonfinite" and result["nonfinite"] >= 3
+
+
+def test_early_stop_and_finished_runs(tmp_path, capsys):
+    config = load(*SHORT, ("eval_every", "4"), ("target", "0.0001"))
+    result = train(config, str(tmp_path))
+    assert result["status"] == "target" and result["steps"] == 4
+    assert train(config, str(tmp_path)) == result
+    assert "finished already" in capsys.readouterr().out
+
+
+def test_resuming_with_another_config(tmp_path, capsys):
+    train(load(*SHORT), str(tmp_path))
+    with pytest.raises(UserError, match="optim.lr"):
+        train(load(*SHORT, ("optim.lr", "0.5")), str(tmp_path))
+    assert "optim.lr: 0.001 -> 0.5" in capsys.readouterr().out
+    more = train(load(*SHORT, ("steps", "16")), str(tmp_path))  # declared safe
+    assert more["steps"] == 16 and "steps: 12 -> 16" in capsys.readouterr().out
+    assert configs.load(str(tmp_path / "config.json")).to_dict() == load(*SHORT, ("steps", "16")).to_dict()
+
+
+def test_named_architectures_build_and_match_in_size():
+    sizes = {}
+    for arch, task in itertools.product(archs.ARCHS, ("mqar", "selective_copying", "induction")):
+        run = prepare(configs.load(f"configs/synthetic.py:task={task},arch={arch}"))
+        sizes[arch] = run.params
+    assert max(sizes.values()) < 3 * min(sizes.values()), sizes
+
+
+@pytest.mark.quick
+def test_config_json_is_the_config(tmp_path):
+    config = load(("model.mixers", "mamba,attention"), ("model.position", "rope"))
+    (tmp_path / "c.json").write_text(json.dumps(config.to_dict()))
+    assert configs.load(str(tmp_path / "c.json")).to_dict() == config.to_dict()
+    assert configs.digest(config) != configs.digest(load())
+    assert set(config.model.keys()) >= {"mamba", "attention", "rope"} and "s4d" not in config.model
+
+
+GOLDEN = [4.1563334465026855, 4.1476521492004395]

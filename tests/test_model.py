@@ -1,0 +1,265 @@
+"""Positions, blocks, stacks and heads: textbook numbers, and forms that must agree."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import base
+from model import build
+from model.documents import document_positions, open_reading
+from model.errors import UserError
+from model.layers import mlp_width
+from model.mixers.s4d import INITS, s4d_kernel
+from model.ops.attention import IMPLEMENTATIONS, attention
+from model.ops.conv import fft_conv, short_conv
+from model.ops.scan import IMPLEMENTATIONS as SCANS
+from model.ops.scan import linear_scan
+from model.positions import ALiBi, Rope, Sinusoidal, alibi_slopes
+
+
+def model_config(**changes):
+    config = base.get_config().model.to_dict() | dict(width=16, layers=2) | changes
+    return config | build.sections(config["mixers"], config["position"])
+
+
+def init(model, tokens, **inputs):
+    return nn.unbox(jax.jit(lambda: model.init(jax.random.key(0), tokens, **inputs))())
+
+
+def run(model, variables, tokens, **inputs):
+    static = {k: inputs.pop(k) for k in ("train",) if k in inputs}
+    return jax.jit(lambda v, t, i: model.apply(v, t, **i, **static))(variables, tokens, inputs)
+
+
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 20, (2, 12)), jnp.int32)
+
+
+# Positions
+
+
+@pytest.mark.quick
+def test_sinusoid_numbers():
+    zero = jnp.zeros((1, 2, 4))
+    waves = Sinusoidal().apply({}, zero, jnp.asarray([[0, 1]]), method="embed")
+    np.testing.assert_allclose(waves[0], [[0, 1, 0, 1], [0.84147, 0.54030, 0.01, 0.99995]], atol=1e-5)
+    # The inner product of two positions depends on their distance alone: sum of cos(w_i k).
+    far = Sinusoidal().apply({}, jnp.zeros((1, 4, 8)), jnp.asarray([[3, 10, 103, 110]]), method="embed")[0]
+    want = np.cos(7 * 10_000.0 ** (-np.arange(0, 8, 2) / 8)).sum()
+    np.testing.assert_allclose([far[0] @ far[1], far[2] @ far[3]], [want, want], rtol=1e-5)
+
+
+@pytest.mark.quick
+def test_rope_depends_on_the_offset_alone():
+    q, k = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
+    turn = lambda x, p: Rope().apply({}, x, jnp.asarray([[p]]), method="rotate")  # noqa: E731
+    scores = [np.vdot(turn(q, i), turn(k, j)) for i, j in ((2, 5), (100, 103), (2, 6))]
+    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-4)
+    assert abs(scores[0] - scores[2]) > 1e-3
+
+
+@pytest.mark.quick
+def test_alibi_slopes_and_bias():
+    np.testing.assert_allclose(alibi_slopes(8), [2.0**-i for i in range(1, 9)])
+    np.testing.assert_allclose(alibi_slopes(12)[8:], [0.707107, 0.353553, 0.176777, 0.088388], atol=1e-6)
+    bias = ALiBi().apply({}, jnp.asarray([[5]]), jnp.asarray([[2, 5, 9]]), 8, method="bias")
+    np.testing.assert_allclose(bias[0, 0, 0], [-1.5, 0, -2])
+
+
+# Attention, scans, convolutions
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_attention_worked_example(implementation):
+    q = jnp.asarray([1.0, 0]).reshape(1, 1, 1, 2)
+    k = jnp.asarray([[1.0, 0], [0, 1], [1, 1]]).reshape(1, 3, 1, 2)
+    v = jnp.tile(jnp.asarray([10.0, 20, 30])[:, None], (1, 2)).reshape(1, 3, 1, 2)
+    places = dict(q_positions=jnp.asarray([[2]]), k_positions=jnp.asarray([[0, 1, 2]]))
+    y = attention(q, k, v, **places, implementation=implementation)
+    # Weights .40 .20 .40: the mean of the values, weighted evenly around the middle.
+    np.testing.assert_allclose(y.ravel(), [20.0, 20.0], atol=1e-5)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("implementation", SCANS)
+def test_scan_is_the_textbook_recurrence(implementation):
+    a, b = jnp.full((1, 6, 1), 0.9), jnp.asarray([0.5, 0, 0, 0, 0, 0]).reshape(1, 6, 1)
+    impulse = [0.5, 0.45, 0.405, 0.3645, 0.32805, 0.295245]
+    h, last = linear_scan(a, b, jnp.zeros((1, 1)), implementation=implementation)
+    np.testing.assert_allclose(h.ravel(), impulse, rtol=1e-6)
+    np.testing.assert_allclose(last.ravel(), impulse[-1:], rtol=1e-6)
+    kernel = 0.5 * 0.9 ** jnp.arange(6.0)[:, None]
+    unit = jnp.zeros((1, 6, 1)).at[0, 0].set(1.0)
+    np.testing.assert_allclose(fft_conv(unit, kernel).ravel(), impulse, atol=1e-6)
+
+
+@pytest.mark.parametrize("implementation", SCANS)
+def test_scan_gradients_reach_the_first_state(implementation):
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.uniform(0.5, 1, (2, 150, 3)), jnp.float32) for _ in range(2))
+    h0 = jnp.ones((2, 3))
+
+    def objective(a, b, h0, implementation):
+        h, last = linear_scan(a, b, h0, implementation=implementation)
+        return jnp.sum(jnp.sin(h)) + jnp.sum(last**2)
+
+    grad = jax.jit(jax.grad(objective, argnums=(0, 1, 2)), static_argnums=3)
+    for got, want in zip(grad(a, b, h0, implementation), grad(a, b, h0, "sequential"), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-4)
+
+
+@pytest.mark.quick
+def test_short_convolution():
+    x, kernel = jnp.arange(1.0, 6)[None, :, None], jnp.asarray([[100.0], [10.0], [1.0]])
+    past = jnp.asarray([[[7.0], [8.0]]])
+    np.testing.assert_allclose(short_conv(x, kernel, past).ravel(), [781, 812, 123, 234, 345])
+    reach = jnp.asarray([[0, 1, 2, 0, 1]])  # a document opens at the first and the fourth token
+    np.testing.assert_allclose(short_conv(x, kernel, past, reach).ravel(), [1, 12, 123, 4, 45])
+
+
+@pytest.mark.quick
+def test_s4d_initial_frequencies():
+    np.testing.assert_allclose(INITS["lin"](np.arange(3), 32), [0, np.pi, 2 * np.pi])
+    np.testing.assert_allclose(INITS["inv"](np.arange(4), 4), [17.825354, 4.244132, 1.527887, 0.363783], atol=1e-6)
+    np.testing.assert_allclose(INITS["inv"](np.arange(2), 32), [1283.425, 414.227], atol=1e-3)
+
+
+@pytest.mark.quick
+def test_s4d_kernel_is_the_sampled_impulse_response():
+    A, C, dt = jnp.asarray([[-0.5 + 3j]]), jnp.asarray([[0.7 - 0.2j]]), jnp.asarray([0.1])
+    steps = np.exp(np.complex128(-0.5 + 3j) * 0.1) ** np.arange(50)
+    B = (steps[1] - 1) / np.complex128(-0.5 + 3j)
+    np.testing.assert_allclose(s4d_kernel(A, C, dt, 50)[:, 0], 2 * ((0.7 - 0.2j) * B * steps).real, atol=1e-6)
+
+
+# Documents
+
+
+@pytest.mark.quick
+def test_document_positions_carry_over():
+    rows = np.asarray([[1, 1, 0, 1, 2, 2, 0, 0, 2, 3], [0, 0, 4, 4, 4, 0, 5, 5, 5, 5]])
+    want = [[0, 1, 0, 2, 0, 1, 0, 0, 2, 0], [0, 0, 0, 1, 2, 0, 0, 1, 2, 3]]
+    for cuts in ([10], [3, 7], [1] * 10, [7, 1, 2]):
+        reading, found, start = open_reading(2), [], 0
+        for n in cuts:
+            part, reading = document_positions(jnp.asarray(rows[:, start : start + n]), reading)
+            found.append(part)
+            start += n
+        np.testing.assert_array_equal(np.concatenate(found, axis=1), want)
+
+
+# Blocks, stacks, heads
+
+
+@pytest.mark.quick
+def test_swiglu_width():
+    assert mlp_width("swiglu", 64, 0) == 192 and mlp_width("gelu", 64, 0) == 256
+    assert mlp_width("swiglu", 4096, 11008) == 11008
+
+
+@pytest.mark.parametrize("mixers,layers", [(("attention",), 3), (("mamba", "attention"), 5), (("s4d", "mamba"), 1)])
+def test_looped_unrolled_and_rematerialised_agree(mixers, layers):
+    config = model_config(mixers=mixers, layers=layers)
+    models = [build.build(config | dict(scan=s, remat=r), 20) for s, r in ((True, False), (False, False), (True, True))]
+    variables = [init(m, TOKENS) for m in models]
+    for other in variables[1:]:
+        jax.tree.map(np.testing.assert_array_equal, other, variables[0])
+
+    def loss(model, variables):
+        return jnp.sum(jax.nn.log_softmax(run(model, variables, TOKENS)[0])[..., 0])
+
+    grads = [jax.jit(jax.grad(lambda v, m=m: loss(m, v)))(variables[0]) for m in models]
+    for other in grads[1:]:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), other, grads[0])
+
+
+@pytest.mark.parametrize("norm_order", ["pre", "post"])
+@pytest.mark.parametrize("mlp", ["none", "relu", "gelu", "swiglu"])
+def test_block_choices(norm_order, mlp):
+    config = model_config(norm_order=norm_order, mlp=mlp, norm="layernorm", tied=False, dropout=0.1)
+    model = build.build(config, 20)
+    variables = init(model, TOKENS)
+    logits, _ = run(model, variables, TOKENS)
+    dropped, _ = run(model, variables, TOKENS, train=True, rngs={"dropout": jax.random.key(1)})
+    assert logits.shape == (2, 12, 20) and np.isfinite(logits).all() and not np.allclose(logits, dropped)
+    block = variables["params"]["stack"]["layers"]["block_0"]
+    assert ("mlp" in block) == (mlp != "none")
+    assert "unembed" in variables["params"]
+
+
+@pytest.mark.parametrize("pool", ["mean", "cls", "last"])
+def test_classifier_ignores_padding(pool):
+    model = build.build(model_config(pool=pool, causal=False, position="sinusoidal"), 20, n_classes=3)
+    segments = jnp.ones((2, 12), jnp.int32)
+    variables = init(model, TOKENS, segments=segments)
+    alone, _ = run(model, variables, TOKENS, segments=segments)
+    padded = jnp.pad(TOKENS, [(0, 0), (0, 4)], constant_values=7)
+    with_padding, _ = run(model, variables, padded, segments=jnp.pad(segments, [(0, 0), (0, 4)]))
+    assert alone.shape == (2, 3)
+    np.testing.assert_allclose(with_padding, alone, atol=1e-5)
+
+
+@pytest.mark.quick
+def test_logits_only_where_asked():
+    model = build.build(model_config(), 20)
+    variables = init(model, TOKENS)
+    everywhere, _ = run(model, variables, TOKENS)
+    at = jnp.asarray([[3, 11], [0, 5]])
+    some, _ = run(model, variables, TOKENS, at=at)
+    np.testing.assert_allclose(some, jnp.take_along_axis(everywhere, at[..., None], axis=1), atol=1e-6)
+
+
+@pytest.mark.parametrize("position", ["sinusoidal", "learned", "rope", "alibi"])
+def test_model_in_pieces(position):
+    """The split law for what the model adds: positions that go on where the last call stopped."""
+    model = build.build(model_config(position=position), 20)
+    variables = init(model, TOKENS)
+    whole, _ = run(model, variables, TOKENS)
+    state, parts = model.init_state(2, 12), []
+    for start, n in ((0, 7), (7, 1), (8, 4)):
+        y, state = run(model, variables, TOKENS[:, start : start + n], state=state)
+        parts.append(y)
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=2e-5)
+
+
+def test_bf16_keeps_parameters_and_logits_wide():
+    model = build.build(model_config(dtype="bfloat16", mixers=("mamba", "attention", "s4d"), layers=3), 20)
+    variables = init(model, TOKENS)
+    assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
+    logits, _ = run(model, variables, TOKENS)
+    exact = build.build(model_config(mixers=("mamba", "attention", "s4d"), layers=3), 20)
+    wide, _ = run(exact, variables, TOKENS)
+    assert logits.dtype == jnp.float32
+    assert np.linalg.norm(logits - wide) / np.linalg.norm(wide) < 0.05
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "changes,words",
+    [
+        (dict(mixers=("atention",)), "unknown mixer 'atention'.*closest: attention"),
+        (dict(position="rop"), "unknown position 'rop'.*closest: rope"),
+        (dict(mixers=("mamba",), position="rope"), "position 'rope' acts on the scores"),
+        (dict(width=18), "n_heads 4 does not divide model.width 18; closest that does: 3"),
+        (dict(width=12, position="rope"), "head dim must be even, not 3"),
+        (dict(mlp="swigl"), "unknown mlp.*closest: swiglu"),
+        (dict(norm="batch"), "unknown norm"),
+        (dict(mixers=("mamba",), causal=False), "forward only"),
+        (dict(pool="cls"), "pool 'cls'"),
+        (dict(dropout=1.0), "model.dropout"),
+    ],
+)
+def test_mistakes_are_named_before_anything_compiles(changes, words):
+    classes = 3 if "pool" in changes else 0
+    with pytest.raises(UserError, match=words):
+        model = build.build(model_config(**changes), 20, n_classes=classes)
+        jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+
+
+@pytest.mark.quick
+def test_a_length_past_the_learned_table():
+    model = build.build(model_config(position="learned") | {"learned": {"max_len": 8}}, 20)
+    with pytest.raises(UserError, match="length 12 is past the learned position table of 8"):
+        jax.eval_shape(model.init, jax.random.key(0), TOKENS)

@@ -1,4 +1,4 @@
-"""Named architectures of about equal parameter count: what each changes in the model section of a config."""
+"""Named architectures: what each changes in the model section of a config."""
 
 from ml_collections import ConfigDict
 

@@ -13,7 +13,7 @@ from configs.argument import parse
 from model.errors import choose
 
 TASKS = {
-    "mqar": dict(length=16, vocab_size=32, n_pairs=4),
+    "mqar": dict(length=16, vocab_size=16, n_pairs=3),
     "selective_copying": dict(length=32, vocab_size=16, n_tokens=4),
     "induction": dict(length=32, vocab_size=16),
 }
@@ -25,13 +25,13 @@ def get_config(argument: str = "") -> ConfigDict:
     archs.use(c, arg.arch)
     c.data.task = arg.task
     c.data[arg.task] = choose("task", arg.task, TASKS)
-    c.steps, c.batch_size = 1000, 32
-    c.log_every, c.eval_every, c.checkpoint_every, c.eval_batches = 10, 100, 500, 8
-    c.target = 0.995
+    c.steps, c.batch_size = 1000, 64 if arg.task == "mqar" else 32
+    c.log_every, c.eval_every, c.checkpoint_every, c.eval_batches = 10, 50, 500, 8
+    c.target = 0.998
     # As in Zoology: two layers, no MLP between them, nothing but the mixer to do the work.
     c.model.mlp, c.model.tied = "none", False
     c.model.update(attention=dict(n_heads=2))
-    # A thousand numbers of state a layer for each recurrence.
-    c.model.mamba, c.model.s4d = dict(state=8), dict(state=16)
+    # Two thousand numbers of state a layer for each recurrence.
+    c.model.mamba, c.model.s4d = dict(state=16), dict(state=32)
     c.optim.lr, c.optim.warmup, c.optim.weight_decay = 4e-3, 50, 0.01
     return c

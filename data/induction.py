@@ -18,6 +18,7 @@ class Induction(Task):
 
     name: ClassVar[str] = "induction"
     kind: ClassVar[str] = "lm"
+    block: ClassVar[int] = 64
 
     length: int = 256  # tokens
     vocab_size: int = 16  # trigger included
@@ -26,17 +27,18 @@ class Induction(Task):
         self.bound("length", 3)
         self.bound("vocab_size", 3, why="the trigger and two tokens")
 
-    def example(self, split: str, index: int, rng: np.random.Generator) -> Example:
-        L, V = self.length, self.vocab_size
-        inputs = rng.integers(V - 1, size=L, dtype=np.int32)
-        trigger = int(rng.integers(L - 2))
-        inputs[[trigger, L - 1]] = V - 1
+    def examples(self, split: str, index: int, rng: np.random.Generator) -> Example:
+        B, L, V = self.block, self.length, self.vocab_size
+        inputs = rng.integers(V - 1, size=(B, L), dtype=np.int32)
+        trigger = rng.integers(L - 2, size=(B, 1))
+        np.put_along_axis(inputs, trigger, V - 1, axis=1)
+        inputs[:, -1] = V - 1
         return {
             "inputs": inputs,
-            "at": np.array([L - 1], np.int32),
-            "targets": inputs[trigger + 1 : trigger + 2].copy(),
-            "weights": np.ones(1, np.float32),
-            "attr_distance": np.array([(L - 1 - trigger).bit_length() - 1], np.int32),
+            "at": np.full((B, 1), L - 1, np.int32),
+            "targets": np.take_along_axis(inputs, trigger + 1, axis=1),
+            "weights": np.ones((B, 1), np.float32),
+            "attr_distance": bins.number(L - 1 - trigger).astype(np.int32),
         }
 
     @property

@@ -29,6 +29,7 @@ class Mqar(Task):
 
     name: ClassVar[str] = "mqar"
     kind: ClassVar[str] = "lm"
+    block: ClassVar[int] = 64
 
     length: int = 64  # tokens; even, at least four per pair
     vocab_size: int = 8192  # half of them keys, half values
@@ -53,37 +54,34 @@ class Mqar(Task):
     def sizes(self) -> dict[str, int | None]:
         return super().sizes() | {"train": self.n_train or None}
 
-    def example(self, split: str, index: int, rng: np.random.Generator) -> Example:
-        L, V, Q = self.length, self.vocab_size, self.n_pairs
-        K = int(rng.integers(self.min_pairs, Q + 1)) if self.min_pairs else Q
-        keys = 1 + distinct(rng, V // 2 - 1, K)
-        values = V // 2 + distinct(rng, V - V // 2, K)
+    def examples(self, split: str, index: int, rng: np.random.Generator) -> Example:
+        B, L, V, Q = self.block, self.length, self.vocab_size, self.n_pairs
+        K = rng.integers(self.min_pairs or Q, Q + 1, (B, 1))  # pairs in each example
+        keys = 1 + distinct(rng, B, V // 2 - 1, Q)
+        values = V // 2 + distinct(rng, B, V - V // 2, Q)
         # Draws without replacement by chances p are the first rings of exponential clocks with rates p.
-        rates = gap_rates((L - 2 * K) // 2, self.alpha)
-        gaps = (rng.standard_exponential(rates.size) / rates).argsort()[:K]
+        rates = gap_rates((L - 2 * (self.min_pairs or Q)) // 2, self.alpha)
+        clocks = rng.standard_exponential((B, rates.size)) / rates
+        clocks[np.arange(rates.size) >= (L - 2 * K) // 2] = np.inf  # a gap past the end
+        gaps = clocks.argsort(axis=1)[:, :Q]
 
-        at, targets, distance = np.zeros((3, Q), np.int32)
-        weights = np.zeros(Q, np.float32)
-        at[:K] = 2 * K + 2 * gaps
-        targets[:K] = values
-        weights[:K] = 1
-        distance[:K] = bins.number(at[:K] - np.arange(0, 2 * K, 2))
-
-        inputs = np.zeros(L, np.int32)
+        pair = np.arange(Q)
+        used = pair < K
+        at = np.where(used, 2 * K + 2 * gaps, 0)
+        inputs = np.zeros((B, L + 1), np.int64)  # one column more, for what an absent pair writes
         if self.random_fillers:
-            inputs[2 * K :] = rng.integers(V, size=L - 2 * K)
-        inputs[0 : 2 * K : 2] = keys
-        inputs[1 : 2 * K : 2] = values
-        inputs[at[:K]] = keys
+            inputs[:] = rng.integers(V, size=inputs.shape)
+        for places, tokens in ((2 * pair, keys), (2 * pair + 1, values), (at, keys)):
+            np.put_along_axis(inputs, np.where(used, places, L), tokens, axis=1)
         out = {
-            "inputs": inputs,
-            "at": at,
-            "targets": targets,
-            "weights": weights,
-            "attr_distance": distance,
+            "inputs": inputs[:, :L].astype(np.int32),
+            "at": at.astype(np.int32),
+            "targets": np.where(used, values, 0).astype(np.int32),
+            "weights": used.astype(np.float32),
+            "attr_distance": np.where(used, bins.number(np.maximum(at - 2 * pair, 1)), 0).astype(np.int32),
         }
         if self.min_pairs:
-            out["attr_pairs"] = np.full(Q, K.bit_length() - 1, np.int32)
+            out["attr_pairs"] = np.broadcast_to(bins.number(K), (B, Q)).astype(np.int32)
         return out
 
     @property

@@ -4,9 +4,7 @@ The same for any number of hosts, each of which makes only its own rows, and aft
 """
 
 import functools
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 
 import numpy as np
@@ -45,22 +43,34 @@ def batch_at(
     rows = batch_size // hosts
     start = step * batch_size + host * rows
     training = split == "train" and order is not None
-    random = Stream(seed, split, order if training and n is None else 0)
-    examples = []
-    for at in range(start, start + rows):
-        if n is None:
-            example = task.example(split, at, random.at(at))
-        elif training:
-            epoch, place = divmod(at, n)
-            index = int(shuffled(seed, order, n, epoch)[place])
-            example = task.example(split, epoch * n + index, random.at(index))
-        else:
-            index = min(at, n - 1)
-            example = task.example(split, index, random.at(index))
-            if at >= n:
-                example["weights"] = np.zeros_like(example["weights"])
-        examples.append(example)
-    return {key: np.stack([example[key] for example in examples]) for key in examples[0]}
+    index = place = np.arange(start, start + rows)
+    if n is not None and training:
+        epoch, turn = np.divmod(index, n)
+        place = np.array([shuffled(seed, order, n, e)[t] for e, t in zip(epoch, turn, strict=True)])
+        index = epoch * n + place
+    elif n is not None:
+        index = place = np.minimum(index, n - 1)
+    batch = gather(task, seed, split, order if training and n is None else 0, index, place)
+    if n is not None and not training:
+        batch["weights"][np.arange(start, start + rows) >= n] = 0
+    return batch
+
+
+def gather(task: Task, seed: int, split: str, order: int, index: np.ndarray, place: np.ndarray) -> Example:
+    """Examples `index` [B], with the random numbers of `place` [B], sliced out of the blocks they are made in."""
+    row = place % task.block
+    cuts = np.flatnonzero((np.diff(place) != 1) | (np.diff(index) != 1) | (row[1:] == 0)) + 1
+    parts = []
+    for i, j in zip([0, *cuts], [*cuts, len(place)], strict=True):
+        made = block_at(task, seed, split, order, int(index[i] - row[i]), int(place[i] - row[i]))
+        parts.append({key: array[row[i] : row[i] + j - i] for key, array in made.items()})
+    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+
+
+# Neighbours come from one block, and a fixed training set of blocks is made once.
+@functools.lru_cache(maxsize=4096)
+def block_at(task: Task, seed: int, split: str, order: int, index: int, place: int) -> Example:
+    return task.examples(split, index, Stream(seed, split, order).at(place))
 
 
 def eval_batches(
@@ -86,18 +96,10 @@ def stream(
     hosts: int = 1,
     offset: int = 0,
     order: int = 0,
-    prefetch: int = 4,
 ) -> Iterator[Example]:
-    """Training batches from a global step on, made ahead in a thread that ends with the iterator.
+    """Training batches from a global step on, each made when it is asked for.
 
     The batch of step s is that of data step s + offset: after a roll-back, another offset brings new data.
     """
-    pool = ThreadPoolExecutor(1, thread_name_prefix=f"data-{task.name}")
-    ahead = deque()
-    try:
-        for step in count(start + offset):
-            ahead.append(pool.submit(batch_at, task, seed, "train", batch_size, step, host, hosts, order))
-            if len(ahead) > prefetch:
-                yield ahead.popleft().result()  # an error made in the thread is raised here
-    finally:
-        pool.shutdown(cancel_futures=True)
+    for step in count(start + offset):
+        yield batch_at(task, seed, "train", batch_size, step, host, hosts, order)

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from data.rng import distinct
 from data.task import Example, Task
 
 
@@ -18,6 +19,7 @@ class SelectiveCopying(Task):
 
     name: ClassVar[str] = "selective_copying"
     kind: ClassVar[str] = "lm"
+    block: ClassVar[int] = 64
 
     length: int = 256  # tokens; the last n_tokens are markers, the rest hold the noise and the tokens
     vocab_size: int = 16  # noise and marker included
@@ -28,18 +30,19 @@ class SelectiveCopying(Task):
         self.bound("n_tokens", 1, self.length // 2, f"half of length {self.length}")
         self.bound("vocab_size", 3, why="noise, marker and a token")
 
-    def example(self, split: str, index: int, rng: np.random.Generator) -> Example:
-        L, V, Q = self.length, self.vocab_size, self.n_tokens
-        tokens = rng.integers(1, V - 1, Q, dtype=np.int32)
-        inputs = np.zeros(L, np.int32)
-        inputs[np.sort(rng.choice(L - Q, Q, replace=False, shuffle=False))] = tokens
-        inputs[L - Q :] = V - 1
+    def examples(self, split: str, index: int, rng: np.random.Generator) -> Example:
+        B, L, V, Q = self.block, self.length, self.vocab_size, self.n_tokens
+        tokens = rng.integers(1, V - 1, (B, Q), dtype=np.int32)
+        inputs = np.zeros((B, L), np.int32)
+        np.put_along_axis(inputs, np.sort(distinct(rng, B, L - Q, Q), axis=1), tokens, axis=1)
+        inputs[:, L - Q :] = V - 1
+        places = np.tile(np.arange(Q, dtype=np.int32), (B, 1))
         return {
             "inputs": inputs,
-            "at": np.arange(L - Q, L, dtype=np.int32),
+            "at": L - Q + places,
             "targets": tokens,
-            "weights": np.ones(Q, np.float32),
-            "attr_place": np.arange(Q, dtype=np.int32),
+            "weights": np.ones((B, Q), np.float32),
+            "attr_place": places,
         }
 
     @property

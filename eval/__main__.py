@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> None:
         raise UserError("--workdir is missing; e.g. python -m eval --workdir=runs/debug")
     suite = choose("suite", SUITE.value, SUITES)
     taken = options(suite)
+    cli.use_compilation_cache()
     suite(restore(WORKDIR.value, STEP.value, cli.overrides()), **taken)
 
 

@@ -3,6 +3,7 @@
 import shlex
 import signal
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -15,44 +16,53 @@ from model.errors import UserError, choose
 from train import config as configs
 
 
-def plan(runs: Iterable[Run], out: Path) -> dict[str, Run]:
-    """The runs by folder name, each different config once; mistakes are told here, before any run starts."""
+@dataclass(frozen=True)
+class Planned:
+    run: Run
+    config_hash: str
+
+
+Plan = Mapping[str, Planned]  # by folder name
+
+
+def plan(runs: Iterable[Run], out: Path) -> dict[str, Planned]:
+    """Each different config once; every mistake is told here, before any run starts."""
     found: dict[str, tuple[Run, ConfigDict]] = {}
     for run in runs:
         config = configs.load(run.config, texts(run))
         configs.check(config)
         found.setdefault(configs.digest(config), (run, config))
-    kept = [run for run, _ in found.values()]
-    planned = dict(zip(names(kept), kept, strict=True))
-    for name, (_, config) in zip(planned, found.values(), strict=True):
+    made = names([run for run, _ in found.values()])
+    for name, (_, config) in zip(made, found.values(), strict=True):
         _refuse_other_config(out / name, config)
-    return planned
+    return {
+        name: Planned(run, config_hash)
+        for name, (config_hash, (run, _)) in zip(made, found.items(), strict=True)
+    }
 
 
-def repeats(runs: Iterable[Run], planned: Mapping[str, Run]) -> list[str]:
+def repeats(runs: Iterable[Run], planned: Plan) -> list[str]:
     """The runs that were left out because another has their config, by their coordinates."""
-    kept = {id(run) for run in planned.values()}
+    kept = {id(item.run) for item in planned.values()}
     left = [run for run in runs if id(run) not in kept]
     return [", ".join(f"{key}={value}" for key, value in run.coordinates.items()) for run in left]
 
 
-def commands(planned: Mapping[str, Run], out: Path) -> list[str]:
+def commands(planned: Plan, out: Path) -> list[str]:
     """The shell command of every run, for reading or for another scheduler."""
-    return [shlex.join(command(run, out / name)) for name, run in planned.items()]
+    return [shlex.join(command(item.run, out / name)) for name, item in planned.items()]
 
 
-def carry_out(
-    planned: Mapping[str, Run], out: Path, slots: int | None = None, launcher: str = "local"
-) -> Tally:
+def carry_out(planned: Plan, out: Path, slots: int | None = None, launcher: str = "local") -> Tally:
     """Runs what is not finished yet and leaves everyone's row, the failed ones' too, in `rows.jsonl`."""
     launch = choose("launcher", launcher, LAUNCHERS)
     if slots is not None and slots < 1:
         raise UserError(f"--jobs={slots} would never start a run; give 1 or more")
-    for name, run in planned.items():
-        folders.claim(out / name, run)
+    for name, item in planned.items():
+        folders.claim(out / name, item.run, item.config_hash)
     # Every setting's first seed first: later seeds find its program compiled, and a table fills evenly.
-    ordered = sorted(planned.items(), key=lambda item: item[1].overrides.get("seed", 0))
-    jobs = [Job(name, command(run, out / name), out / name) for name, run in ordered]
+    ordered = sorted(planned, key=lambda name: planned[name].run.overrides.get("seed", 0))
+    jobs = [Job(name, command(planned[name].run, out / name), out / name) for name in ordered]
     tally = follow(launch(jobs, slots or default_slots()), out, len(jobs))
     made = rows.collect(out)
     rows.write(out / "rows.jsonl", made)

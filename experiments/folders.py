@@ -14,14 +14,20 @@ from typing import Any
 from experiments.runs import Run
 
 
-def claim(folder: Path, run: Run) -> None:
+def claim(folder: Path, run: Run, config_hash: str) -> None:
     """Makes a run's folder and notes in it what was asked for, so that a run that never starts is missed."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "run.json", asdict(run))
+    write_json(folder / "run.json", {**asdict(run), "config_hash": config_hash})
 
 
 def finished(folder: Path) -> bool:
     return (folder / "result.json").exists()
+
+
+def strayed(folder: Path) -> bool:
+    """Whether the result is of another config than was asked for: a config file was edited meanwhile."""
+    asked, result = read_json(folder / "run.json"), read_json(folder / "result.json")
+    return bool(asked and result) and asked["config_hash"] != result["config_hash"]
 
 
 def in_use(folder: Path) -> bool:

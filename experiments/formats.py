@@ -4,14 +4,13 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from experiments.layout import COSTS, Cell, Sheet, span
+from experiments.layout import COSTS, Cell, Sheet, plain, span
 
 SPREAD = "± is the sample standard deviation over seeds"
 
@@ -36,21 +35,21 @@ def arrange(sheet: Sheet) -> Arrangement:
     sources = _number_sources(sheet)
     what = layout.metric.replace("/", " ") + (", %" if _percent(sheet) else "")
 
-    header = [_plain(key) for key in layout.by]
+    header = [plain(key) for key in layout.by]
     for column, has_published in zip(sheet.columns, quoted, strict=True):
         name = (
             what
             if column is None
-            else f"{_plain(column)}: {what}"
+            else f"{plain(column)}: {what}"
             if len(sheet.columns) == 1
-            else _plain(column)
+            else plain(column)
         )
         header += [name, "published"] if has_published else [name]
     header += ["failed seeds", "params", "state bytes", "steps/s"]
 
     body = []
     for line, cells in sheet.lines.items():
-        texts = [_plain(value) for value in line]
+        texts = [plain(value) for value in line]
         for cell, has_published in zip(cells, quoted, strict=True):
             texts.append(_score(cell, sheet))
             if has_published:
@@ -142,7 +141,7 @@ def comma_separated(sheet: Sheet) -> str:
             summary, published = cell.summary, cell.published
             costs = [cell.costs.get(cost) for cost in COSTS]
             trivial = [spans[i][0] if spans[i] else None for spans in sheet.baselines.values()]
-            place = [*map(_plain, line), *([_plain(column)] if across else [])]
+            place = [*map(plain, line), *([plain(column)] if across else [])]
             scores = [layout.metric, summary.mean, summary.spread, summary.n, summary.failed]
             quote = [published.value, published.source] if published else [None, None]
             writer.writerow([*place, *scores, *costs, *trivial, *quote])
@@ -207,7 +206,3 @@ def _number_sources(sheet: Sheet) -> dict[str, int]:
 
 def _paragraphs(notes: Sequence[str]) -> list[str]:
     return [line for note in notes for line in (note, "")][:-1]
-
-
-def _plain(value: Any) -> str:
-    return "+".join(map(_plain, value)) if isinstance(value, tuple | list) else str(value)

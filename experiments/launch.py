@@ -14,6 +14,7 @@ from experiments import folders
 
 POLL_S = 0.1
 IN_USE = "another process is training it"
+STRAYED = "its config file was changed after the sweep began"
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ LAUNCHERS: Mapping[str, Launcher] = {"local": local}
 
 def ended(job: Job, code: int) -> Event:
     """What the end of a run's process means; a failure is also left in the folder, for the table."""
+    if folders.strayed(job.folder):
+        return Event("fail", job.name, STRAYED)
     if folders.finished(job.folder):
         return Event("done", job.name)
     error = folders.last_line(job.folder / "log.txt")

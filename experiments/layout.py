@@ -78,14 +78,22 @@ def span(values: Iterable[float | None]) -> tuple[float, float] | None:
     return (min(known), max(known)) if known else None
 
 
+def plain(value: Any) -> str:
+    """A label's value as text; a tuple of mixers reads mamba+attention."""
+    return "+".join(map(plain, value)) if isinstance(value, tuple | list) else str(value)
+
+
 def _cell(rows: Sequence[Row], place: tuple, layout: Layout) -> Cell:
+    data = {row["data_fingerprint"] for row in rows if "data_fingerprint" in row}
+    if len(data) > 1:
+        raise UserError(f"rows of {' '.join(map(plain, place))} were made on different data: {sorted(data)}")
     counted = [row for row in rows if summarise([row], layout.metric).n]
     costs = {cost: [row[cost] for row in counted if row.get(cost) is not None] for cost in COSTS}
     return Cell(
         summary=summarise(rows, layout.metric),
         seeds=tuple((row["seed"], row["metrics"][layout.metric]) for row in counted),
         costs={cost: fmean(found) for cost, found in costs.items() if found},
-        published=layout.published.get(tuple(map(str, place))),
+        published=layout.published.get(tuple(map(plain, place))),
     )
 
 

@@ -9,7 +9,7 @@ matplotlib.use("Agg")  # files only, so no display is needed
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from experiments.layout import Sheet
+from experiments.layout import Sheet, plain
 
 # Okabe and Ito's palette, told apart with every common kind of colour blindness; yellow left out on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -29,7 +29,7 @@ def plot(sheet: Sheet, path: Path) -> None:
         )
         for i, (axis, column) in enumerate(zip(axes[0], sheet.columns, strict=True)):
             panel(axis, sheet, i)
-            axis.set_title("" if column is None else _plain(column), fontsize=9)
+            axis.set_title("" if column is None else plain(column), fontsize=9)
         handles, labels = axes[0][0].get_legend_handles_labels()
         if numeric and len(handles) > 1:
             figure.legend(handles, labels, loc="outside right center", frameon=False)
@@ -49,7 +49,7 @@ def _dots(axis: Axes, sheet: Sheet, column: int) -> None:
         scores = [score for _, score in cell.seeds]
         axis.plot(scores, [y] * len(scores), "|", color=COLOURS[0], alpha=0.5, markersize=7)
         axis.errorbar(cell.summary.mean, y, xerr=cell.summary.spread, fmt="o", color=COLOURS[0], markersize=5)
-    axis.set_yticks(range(len(sheet.lines)), [" ".join(map(_plain, line)) for line in sheet.lines])
+    axis.set_yticks(range(len(sheet.lines)), [" ".join(map(plain, line)) for line in sheet.lines])
     axis.set_ylim(len(sheet.lines) - 0.4, -0.6)
     axis.tick_params(axis="y", length=0)
     axis.set_xlabel(sheet.layout.metric.replace("/", " "))
@@ -67,7 +67,7 @@ def _lines(axis: Axes, sheet: Sheet, column: int) -> None:
     curves: dict[str, list[tuple[float, Any]]] = {}
     for line, cells in sheet.lines.items():
         if cells[column] is not None and cells[column].summary.mean is not None:
-            curves.setdefault(" ".join(map(_plain, line[:-1])), []).append((line[-1], cells[column].summary))
+            curves.setdefault(" ".join(map(plain, line[:-1])), []).append((line[-1], cells[column].summary))
     for i, (name, points) in enumerate(curves.items()):
         x, summaries = zip(*sorted(points, key=lambda point: point[0]), strict=True)
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "label": name}
@@ -100,7 +100,3 @@ def _lines(axis: Axes, sheet: Sheet, column: int) -> None:
 
 def _trivial(sheet: Sheet, column: int) -> list[tuple[str, float]]:
     return [(name, spans[column][1]) for name, spans in sheet.baselines.items() if spans[column]]
-
-
-def _plain(value: Any) -> str:
-    return "+".join(map(_plain, value)) if isinstance(value, tuple | list) else str(value)

@@ -42,6 +42,8 @@ def row_of(folder: Path) -> Row:
         error = folders.read_json(folder / "failed.json")
         row = {"status": "failed", "error": error["error"]} if error else {"status": "missing"}
         row |= {"seed": asked["overrides"].get("seed"), "metrics": {}}
+    elif folders.strayed(folder):
+        row |= {"status": "failed", "error": "made with another config than was asked for"}
     return {**row, "run": folder.name, "labels": asked["labels"]}
 
 

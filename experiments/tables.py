@@ -97,7 +97,7 @@ TABLES = {
     for table in [
         Table(
             name="quickstart",
-            description="recall, copying and induction in five architectures of about equal size",
+            description="recall, copying and induction in five architectures",
             runs=quickstart,
             scales=("small", "smoke"),
             by=("arch",),

@@ -15,20 +15,34 @@ CONFIG = "--config=configs/debug.py"
 def run(*words: str, timeout: int = 120, **env: str) -> subprocess.CompletedProcess:
     environment = dict(os.environ, XLA_FLAGS="", **env)
     return subprocess.run(
-        [sys.executable, "-m", *words], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout
+        [sys.executable, "-m", *words],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
     )
 
 
 MISTAKES = {
     "an unknown key": (["--config.optim.lrr=1"], "unknown config key 'optim.lrr'.*closest: optim.lr"),
-    "an unknown section": (["--config.modle.width=1"], "unknown config key 'modle.width'.*closest: model.width"),
+    "an unknown section": (
+        ["--config.modle.width=1"],
+        "unknown config key 'modle.width'.*closest: model.width",
+    ),
     "another task's key": (["--config.data.text.path=x"], "unknown config key 'data.text.path'"),
     "a wrong type": (["--config.steps=many"], "'steps' takes int, not 'many'"),
     "an unknown flag": (["--workdri=x"], "unknown flag --workdri; closest: --workdir"),
-    "an unknown mixer": (["--config.model.mixers=mambo"], "unknown mixer 'mambo'; choose from .*closest: mamba"),
+    "an unknown mixer": (
+        ["--config.model.mixers=mambo"],
+        "unknown mixer 'mambo'; choose from .*closest: mamba",
+    ),
     "an unknown position": (["--config.model.position=ropy"], "unknown position 'ropy'.*closest: rope"),
     "an unknown task": (["--config.data.task=mqr"], "unknown task 'mqr'.*closest: mqar"),
-    "heads": (["--config.model.attention.n_heads=5"], "n_heads 5 does not divide model.width 32; closest that does: 4"),
+    "heads": (
+        ["--config.model.attention.n_heads=5"],
+        "n_heads 5 does not divide model.width 32; closest that does: 4",
+    ),
     "a learned table": (
         ["--config.model.position=learned", "--config.model.learned.max_len=8"],
         "length 32 is past the learned position table of 8",
@@ -54,8 +68,14 @@ def test_mistakes_in_a_config(mistake, tmp_path):
 @pytest.mark.parametrize(
     "words,answer",
     [
-        (["train", "--config=configs/debg.py", "--workdir=x"], "no config file 'configs/debg.py'; closest: configs/debug.py"),
-        (["train", "--config=configs/debug.py:arch=mamb", "--workdir=x"], "unknown arch 'mamb'.*closest: mamba"),
+        (
+            ["train", "--config=configs/debg.py", "--workdir=x"],
+            "no config file 'configs/debg.py'; closest: configs/debug.py",
+        ),
+        (
+            ["train", "--config=configs/debug.py:arch=mamb", "--workdir=x"],
+            "unknown arch 'mamb'.*closest: mamba",
+        ),
         (["train", "--config=configs/debug.py:size=3", "--workdir=x"], "unknown config argument 'size=3'"),
         (["train", CONFIG], "--workdir is missing"),
         (["train", CONFIG, "--workdir=LICENSE"], "LICENSE"),
@@ -65,7 +85,9 @@ def test_mistakes_in_a_config(mistake, tmp_path):
 )
 def test_mistakes_on_the_command_line(words, answer):
     done = run(*words)
-    assert done.returncode == 2 and re.search(answer, done.stderr) and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 2 and re.search(answer, done.stderr) and "Traceback" not in done.stderr, (
+        done.stderr
+    )
 
 
 def readme_commands() -> list[str]:

@@ -150,7 +150,7 @@ def test_a_plan_keeps_each_config_once_and_refuses_mistakes_before_anything_is_m
 def test_a_folder_with_another_config_is_refused(tmp_path):
     (run,) = expand(DEBUG, common={"steps": 7})
     folder = tmp_path / "seed=0"
-    folders.claim(folder, run)
+    folders.claim(folder, run, "abc")
     folders.write_json(folder / "config.json", {"steps": 7, "batch_size": 16})
     assert list(campaign.plan([run], tmp_path)) == ["seed=0"]
     with pytest.raises(UserError, match="holds a run with steps=7, not steps=8"):
@@ -177,13 +177,14 @@ if how == "crash":
     sys.exit("first line\\nit broke")
 if how == "leave":
     sys.exit(0)
-(folder / "result.json").write_text(json.dumps({"status": "finished", "seed": 0, "metrics": {}}))
+result = {"status": "finished", "seed": 0, "metrics": {}, "config_hash": sys.argv[4]}
+(folder / "result.json").write_text(json.dumps(result))
 """
 
 
-def job(out: Path, name: str, how: str = "finish", seconds: float = 0.2) -> Job:
-    folders.claim(out / name, Run(DEBUG, {"seed": 0}, {"name": name}))
-    return Job(name, [sys.executable, "-c", STAND_IN, str(out / name), how, str(seconds)], out / name)
+def job(out: Path, name: str, how: str = "finish", seconds: float = 0.2, config: str = "abc") -> Job:
+    folders.claim(out / name, Run(DEBUG, {"seed": 0}, {"name": name}), "abc")
+    return Job(name, [sys.executable, "-c", STAND_IN, str(out / name), how, str(seconds), config], out / name)
 
 
 def outcome(events) -> dict[str, tuple[str, str]]:
@@ -193,7 +194,7 @@ def outcome(events) -> dict[str, tuple[str, str]]:
 
 def test_runs_are_skipped_finished_or_failed_and_one_failure_stops_nothing(tmp_path):
     done = job(tmp_path, "done")
-    folders.write_json(done.folder / "result.json", {"status": "finished", "seed": 0, "metrics": {}})
+    folders.write_json(done.folder / "result.json", {"status": "finished", "config_hash": "abc"})
     jobs = [
         done,
         job(tmp_path, "a"),
@@ -218,6 +219,13 @@ def test_runs_are_skipped_finished_or_failed_and_one_failure_stops_nothing(tmp_p
     assert rows.row_of(tmp_path / "b")["error"] == "it broke"
     assert outcome(local([job(tmp_path, "b"), done], 1)) == {"b": ("done", ""), "done": ("skip", "")}
     assert rows.row_of(tmp_path / "b")["status"] == "finished"
+
+
+def test_a_result_of_another_config_is_a_failure(tmp_path):
+    """As when a config file is edited while a sweep that read it is running."""
+    result = outcome(local([job(tmp_path, "a"), job(tmp_path, "b", config="def")], 2))
+    assert result == {"a": ("done", ""), "b": ("fail", launch.STRAYED)}
+    assert [row["status"] for row in rows.collect(tmp_path)] == ["finished", "failed"]
 
 
 def test_a_killed_run_says_so(tmp_path):
@@ -340,10 +348,9 @@ def test_rows_are_written_the_same_way_in_any_order(tmp_path):
 
 def test_collect_misses_no_run(tmp_path):
     for name in ("ok", "crashed", "waiting"):
-        folders.claim(tmp_path / name, Run(DEBUG, {"seed": 3}, {"name": name}))
-    folders.write_json(
-        tmp_path / "ok" / "result.json", {"status": "finished", "seed": 3, "metrics": {"m": 1}}
-    )
+        folders.claim(tmp_path / name, Run(DEBUG, {"seed": 3}, {"name": name}), "abc")
+    result = {"status": "finished", "seed": 3, "metrics": {"m": 1}, "config_hash": "abc"}
+    folders.write_json(tmp_path / "ok" / "result.json", result)
     folders.write_json(tmp_path / "crashed" / "failed.json", {"code": 1, "error": "it broke"})
     found = rows.collect(tmp_path)
     assert [(r["run"], r["status"], r["seed"], r["labels"]["name"]) for r in found] == [
@@ -459,6 +466,13 @@ def test_only_seeds_are_averaged():
 
 
 @pytest.mark.quick
+def test_seeds_on_different_data_are_not_averaged():
+    made = [row({"arch": "a"}, seed, 0.5, data_fingerprint=f"f{seed}") for seed in (0, 1)]
+    with pytest.raises(UserError, match="different data"):
+        sheet(made, Layout("test/accuracy", ("arch",)))
+
+
+@pytest.mark.quick
 def test_tuning_looks_at_validation_and_never_at_test():
     made = [row({"arch": "a", "optim.lr": lr}, seed, 0.5) for lr in (1, 2, 3) for seed in (0, 1)]
     for r in made:
@@ -562,13 +576,14 @@ def test_reproduce_prints_the_table_with_its_failed_seeds(tmp_path):
     """Every run has its result already, so nothing is trained."""
     planned = campaign.plan(TABLES["quickstart"].runs("smoke"), tmp_path)
     assert len(planned) == 5 * 3 * 2
-    for name, run in planned.items():
-        folders.claim(tmp_path / name, run)
+    for name, item in planned.items():
+        run = item.run
+        folders.claim(tmp_path / name, run, item.config_hash)
         diverged = run.labels["arch"] == "s4d" and run.overrides["seed"] == 1
         made = row(
             dict(run.labels), run.overrides["seed"], 0.75, "nonfinite" if diverged else "finished", steps=9
         )
-        folders.write_json(tmp_path / name / "result.json", made)
+        folders.write_json(tmp_path / name / "result.json", made | {"config_hash": item.config_hash})
     code, printed, _ = call("experiments.reproduce", "quickstart", "--scale=smoke", f"--out={tmp_path}")
     assert code == 0
     assert "30 runs: 0 done, 30 finished before" in printed

@@ -55,7 +55,7 @@ def test_sharding_changes_nothing_but_rounding(mixer):
     run = prepare(config)
     batch = pipeline.batch_at(run.task, 0, "train", config.batch_size, 0)
     tx = optim.optimizer(config.optim, config.steps, build.group_rules(config.model))
-    step = train_step(run.model, tx, optax.constant_schedule(0.0), 0, 1)
+    step = train_step(run.model, tx, optax.constant_schedule(0.0))
     state = jax.device_put(jax.device_get(run.init()), jax.devices()[0])
     alone, sums = jax.jit(step)(state, jax.device_put(batch, jax.devices()[0]))
     for name, mesh in MESHES.items():
@@ -97,7 +97,9 @@ def test_every_parameter_is_in_exactly_one_group(mixer, position):
 @pytest.mark.quick
 def test_groups_decide_decay_and_rate():
     rules = [("a", "no_decay"), ("s", "ssm")]
-    config = dict(load().optim) | dict(weight_decay=0.5, ssm_lr=0.1, clip=0.0, schedule="constant", warmup=0, lr=1.0)
+    config = dict(load().optim) | dict(
+        weight_decay=0.5, ssm_lr=0.1, clip=0.0, schedule="constant", warmup=0, lr=1.0
+    )
     params = {"a": jnp.ones(3), "s": jnp.ones(3), "w": jnp.ones(3)}
     tx = optim.optimizer(config, 10, rules)
     updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
@@ -109,7 +111,9 @@ def test_groups_decide_decay_and_rate():
 def test_schedules():
     config = dict(load().optim) | dict(lr=2.0, warmup=4, final_lr=0.1)
     cosine = optim.schedule(config | dict(schedule="cosine"), 20)
-    np.testing.assert_allclose([cosine(0), cosine(3), cosine(4), cosine(12), cosine(20)], [0.5, 2.0, 2.0, 1.1, 0.2])
+    np.testing.assert_allclose(
+        [cosine(0), cosine(3), cosine(4), cosine(12), cosine(20)], [0.5, 2.0, 2.0, 1.1, 0.2]
+    )
     rsqrt = optim.schedule(config | dict(schedule="rsqrt"), 20)
     np.testing.assert_allclose([rsqrt(0), rsqrt(4), rsqrt(16)], [0.5, 2.0, 1.0], rtol=1e-6)
     assert optim.schedule(config | dict(schedule="constant"), 20)(15) == 2.0
@@ -135,7 +139,7 @@ def test_golden_step():
 def test_one_step_compiles_once():
     run = prepare(load())
     tx = optim.optimizer(run.config.optim, 10, build.group_rules(run.config.model))
-    step = train_step(run.model, tx, optax.constant_schedule(0.0), 0, 1)
+    step = train_step(run.model, tx, optax.constant_schedule(0.0))
     counted = jax.jit(chex.assert_max_traces(step, n=1))
     state = run.init()
     for i in range(3):
@@ -158,7 +162,13 @@ def break_at(monkeypatch, bad: set[int]):
     monkeypatch.setattr(pipeline, "batch_at", broken)
 
 
-SHORT = [("steps", "12"), ("checkpoint_every", "4"), ("eval_every", "0"), ("log_every", "1"), ("eval_batches", "1")]
+SHORT = [
+    ("steps", "12"),
+    ("checkpoint_every", "4"),
+    ("eval_every", "0"),
+    ("log_every", "1"),
+    ("eval_batches", "1"),
+]
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])

@@ -1,8 +1,6 @@
 """python -m train --config=configs/debug.py --workdir=runs/debug [--config.optim.lr=3e-3 ...]"""
 
-import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 from absl import flags
@@ -27,17 +25,9 @@ def main(argv: Sequence[str]) -> int:
     resolved = config.load(CONFIG.value, cli.overrides())
     if DISTRIBUTED.value:
         jax.distributed.initialize()
-    use_compilation_cache()
+    cli.use_compilation_cache()
     result = train(resolved, WORKDIR.value)
     return 1 if result is not None and result["status"] == "nonfinite" else 0
-
-
-def use_compilation_cache() -> None:
-    """Programs compiled once are kept on disk for later starts; JAX_COMPILATION_CACHE_DIR moves the folder."""
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "longview" / "jax"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
 """Command lines: absl flags, `--config.KEY=VALUE` overrides, and mistakes told in one line with exit code 2."""
 
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import jax
 from absl import app, flags, logging
 
-from model.errors import UserError
+from model.errors import UserError, closest
 
 OVERRIDES = flags.DEFINE_multi_string("override", [], "KEY=VALUE in the config; written --config.KEY=VALUE.")
 
@@ -18,6 +21,9 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except BrokenPipeError:  # the reader, `head` say, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
@@ -25,7 +31,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     try:
         return flags.FLAGS(rewrite(argv))
     except flags.UnrecognizedFlagError as error:
-        near = f"; closest: --{error.suggestions[0]}" if error.suggestions else ""
+        near = closest(error.flagname, flags.FLAGS).replace("closest: ", "closest: --")
         raise UserError(f"unknown flag --{error.flagname}{near}") from None
     except flags.Error as error:
         raise UserError(" ".join(str(error).split())) from None
@@ -50,3 +56,11 @@ def rewrite(argv: Sequence[str]) -> list[str]:
 def overrides() -> list[tuple[str, str]]:
     """The config overrides given on the command line."""
     return [(key, value) for key, _, value in (item.partition("=") for item in OVERRIDES.value)]
+
+
+def use_compilation_cache() -> None:
+    """Programs compiled once are kept on disk for later starts; JAX_COMPILATION_CACHE_DIR moves the folder."""
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "longview" / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

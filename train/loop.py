@@ -77,6 +77,7 @@ def loop(run: Run, folder: Path, checkpoints: Checkpoints) -> dict[str, Any] | N
         noted = read_manifest(step_folder(checkpoints.directory, step))["extra"]
         scores, clock.before = noted["scores"], noted["wall_s"]
     batches = stream(run, state)
+    batch = put_batch(next(batches), run.mesh)
     reached = has_reached(scores, c)
     status, pending = "finished", None
 
@@ -88,8 +89,9 @@ def loop(run: Run, folder: Path, checkpoints: Checkpoints) -> dict[str, Any] | N
         for line in checkpoints.reports:
             log.write(step, event=line)
         while step < c.steps and not reached:
-            state, sums = run.train_step(state, put_batch(next(batches), run.mesh))
+            state, sums = run.train_step(state, batch)
             step += 1
+            batch = put_batch(next(batches), run.mesh)  # made while the device is at work on the step
             at_eval = step == c.steps or (c.eval_every and step % c.eval_every == 0)
             at_save = step == c.steps or (c.checkpoint_every and step % c.checkpoint_every == 0)
             stop = stop_requested(step)
@@ -106,6 +108,7 @@ def loop(run: Run, folder: Path, checkpoints: Checkpoints) -> dict[str, Any] | N
                 log.rewind(step)
                 log.write(step, event=f"step {broken[0]} was not finite: rolled back")
                 batches, pending = stream(run, state), None
+                batch = put_batch(next(batches), run.mesh)
                 continue
             if at_eval:
                 scores = validate(run, state, "validation")

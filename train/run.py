@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any
 
 import flax.linen as nn
@@ -48,27 +49,29 @@ def prepare(config: ConfigDict) -> Run:
     tx = optimizer(config.optim, config.steps, build.group_rules(config.model))
     example = pipeline.batch_at(task, config.data.seed, "train", 1, 0)
 
-    def init() -> RunState:
-        return init_state(model, tx, config.seed, example)
+    def init(seed: jax.Array) -> RunState:
+        return init_state(model, tx, example, seed)
 
-    boxed = jax.eval_shape(init)
+    # The seed is an argument, so that runs differing in it share their compiled programs.
+    seed = np.uint32(config.seed)
+    boxed = jax.eval_shape(init, seed)
     shardings = sharding.shardings(boxed, mesh, rules)
     abstract = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), nn.unbox(boxed), shardings
     )
 
     def on_mesh(function: Callable, **options: Any) -> Callable:
-        """Jitted, with the mesh and the axis rules in force while it is traced."""
-        jitted = jax.jit(function, **options)
+        """Jitted, with the mesh and the axis rules in force while it is traced, and only then."""
 
-        def call(*args):
-            with jax.set_mesh(mesh), nn.logical_axis_rules(rules):
-                return jitted(*args)
+        @wraps(function)
+        def traced(*args):
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(rules):
+                return function(*args)
 
-        return call
+        return jax.jit(traced, **options)
 
     rate = schedule(config.optim, config.steps)
-    step = train_step(model, tx, rate, config.seed, config.optim.accumulate)
+    step = train_step(model, tx, rate, config.optim.accumulate)
     replicated = sharding.replicated(mesh)
     return Run(
         config=config,
@@ -76,8 +79,7 @@ def prepare(config: ConfigDict) -> Run:
         mesh=mesh,
         model=model,
         abstract=abstract,
-        # Not under the rules: Linen would constrain half-shaped kernels; the output shardings say all.
-        init=jax.jit(lambda: nn.unbox(init()), out_shardings=shardings),
+        init=partial(jax.jit(lambda seed: nn.unbox(init(seed)), out_shardings=shardings), seed),
         train_step=on_mesh(step, donate_argnums=0, out_shardings=(shardings, replicated)),
         eval_step=on_mesh(eval_step(model, task.attributes), out_shardings=replicated),
     )

@@ -77,4 +77,6 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
     """This host's rows of a batch, as global arrays split over the batch."""
     sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
+    if jax.process_count() == 1:
+        return jax.device_put(dict(batch), sharding)
     return {key: jax.make_array_from_process_local_data(sharding, value) for key, value in batch.items()}

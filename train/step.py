@@ -19,6 +19,7 @@ Sums = dict[str, tuple[jax.Array, jax.Array]]  # metric -> (sum, count)
 class RunState:
     """Everything that a run carries from step to step; what is saved, and all that is needed to go on."""
 
+    seed: jax.Array  # uint32; with the step, all that randomness in training depends on
     step: jax.Array  # int32, updates tried so far
     params: Any
     opt_state: Any
@@ -27,12 +28,14 @@ class RunState:
     rollbacks: jax.Array  # int32, returns to an earlier checkpoint
 
 
-def init_state(model: SequenceModel, tx: optax.GradientTransformation, seed: int, batch: Batch) -> RunState:
+def init_state(
+    model: SequenceModel, tx: optax.GradientTransformation, batch: Batch, seed: jax.Array
+) -> RunState:
     """The state before the first step; parameters still boxed with their logical axis names."""
     params = model.init(jax.random.key(seed), batch["inputs"], batch.get("segments"))["params"]
     zero = jnp.zeros((), jnp.int32)
     counts = dict(step=zero, data_offset=zero, nonfinite=zero, rollbacks=zero)
-    return RunState(params=params, opt_state=tx.init(params), **counts)
+    return RunState(seed=jnp.asarray(seed, jnp.uint32), params=params, opt_state=tx.init(params), **counts)
 
 
 def forward(
@@ -58,8 +61,7 @@ def train_step(
     model: SequenceModel,
     tx: optax.GradientTransformation,
     lr: optax.Schedule,
-    seed: int,
-    accumulate: int,
+    accumulate: int = 1,
 ) -> Callable[[RunState, Batch], tuple[RunState, Sums]]:
     """The update. Randomness is a function of (seed, step), so nothing random is carried.
 
@@ -74,7 +76,7 @@ def train_step(
         return jax.grad(objective, has_aux=True)(params)
 
     def step(state: RunState, batch: Batch) -> tuple[RunState, Sums]:
-        rng = jax.random.fold_in(jax.random.key(seed), state.step)
+        rng = jax.random.fold_in(jax.random.key(state.seed), state.step)
         count = jnp.maximum(batch["weights"].sum(), 1.0)
         if accumulate == 1:
             grads, sums = gradient(state.params, batch, rng, count)

@@ -15,78 +15,107 @@ from jax import lax
 from model.errors import choose
 
 Array = jax.Array
-Inputs = Any  # a pytree of arrays with axes [B, L, ...]
-Expand = Callable[[Inputs], tuple[Array, Array]]  # inputs -> a, b, both [B, L, ...state]
-Contract = Callable[[Array, Inputs], Array]  # states [B, L, ...state], inputs -> outputs [B, L, ...]
+Inputs = Any  # a pytree of arrays whose first two axes are batch and length, in either order
+Expand = Callable[[Inputs], tuple[Array, Array]]  # inputs -> a, b with the state's axes behind those two
+Contract = Callable[[Array, Inputs], Array]  # states, inputs -> outputs
 
 
-def combine(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Two steps of the recurrence as one: associative, which is what lets the scan run in parallel."""
-    (a1, b1), (a2, b2) = first, second
-    return a2 * a1, a2 * b1 + b2
+def serial(a: Array, b: Array, h0: Array) -> Array:
+    """All states, `[L, B, ...]`, one after another."""
+    return lax.scan(lambda h, x: (h := x[0] * h + x[1], h), h0, (a, b))[1]
+
+
+def parallel(a: Array, b: Array, h0: Array) -> Array:
+    """All states, `[L, B, ...]`, in log(L) rounds."""
+
+    def combine(first, second):  # two steps as one: associative, which is what lets the scan run in parallel
+        (a1, b1), (a2, b2) = first, second
+        return a2 * a1, a2 * b1 + b2
+
+    products, states = lax.associative_scan(combine, (a, b))
+    return states + products * h0
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def states_of(method: Callable, a: Array, b: Array, h0: Array) -> Array:
+    """All states by `serial` or `parallel`. The gradient is the same kind of scan, run backwards in time."""
+    return method(a, b, h0)
+
+
+def states_forward(method, a, b, h0):
+    h = method(a, b, h0)
+    return h, (a, h, h0)
+
+
+def states_backward(method, saved, g):
+    a, h, h0 = saved
+    later = jnp.concatenate([a[1:], jnp.zeros_like(a[:1])])
+    total = method(later[::-1], g[::-1], jnp.zeros_like(h0))[::-1]
+    before = jnp.concatenate([h0[None], h[:-1]])
+    return total * before, total, a[0] * total[0]
+
+
+states_of.defvjp(states_forward, states_backward)
 
 
 def sequential(
     expand: Expand, contract: Contract, h0: Array, inputs: Inputs, chunk: int
 ) -> tuple[Array, Array]:
-    """One token after another: the definition."""
+    """One token after another, made, applied and read: the definition."""
 
     def step(h, x):
-        x = jax.tree.map(lambda leaf: leaf[:, None], x)
+        x = jax.tree.map(lambda leaf: leaf[None], x)
         a, b = expand(x)
-        h = a[:, 0] * h + b[:, 0]
-        return h, contract(h[:, None], x)[:, 0]
+        h = a[0] * h + b[0]
+        return h, contract(h[None], x)[0]
 
-    h, y = lax.scan(step, h0, jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 1, 0), inputs))
-    return jnp.moveaxis(y, 0, 1), h
+    h, y = lax.scan(step, h0, inputs)
+    return y, h
 
 
-def associative(
-    expand: Expand, contract: Contract, h0: Array, inputs: Inputs, chunk: int
+def whole(
+    expand: Expand, contract: Contract, h0: Array, inputs: Inputs, chunk: int, method: Callable
 ) -> tuple[Array, Array]:
-    """All tokens at once through `lax.associative_scan`: log-depth, all states held."""
-    a, b = expand(inputs)
-    products, states = lax.associative_scan(combine, (a, b), axis=1)
-    states = states + products * h0[:, None]
-    return contract(states, inputs), states[:, -1]
+    """All tokens at once, all states held."""
+    states = states_of(method, *expand(inputs), h0)
+    return contract(states, inputs), states[-1]
 
 
 def chunked(
-    expand: Expand, contract: Contract, h0: Array, inputs: Inputs, chunk: int, inner: Callable = associative
+    expand: Expand, contract: Contract, h0: Array, inputs: Inputs, chunk: int, method: Callable
 ) -> tuple[Array, Array]:
-    """Chunks in sequence, by `inner` within; the backward pass recomputes the states of one chunk at a time."""
-    L = jax.tree.leaves(inputs)[0].shape[1]
+    """One chunk after another; the backward pass recomputes the states of one chunk at a time."""
+    L = jax.tree.leaves(inputs)[0].shape[0]
     chunk = min(chunk, L)
     n = -(-L // chunk)
     fill = n * chunk - L
 
-    def cut(leaf):  # [B, L, ...] -> [n, B, chunk, ...]
-        leaf = jnp.pad(leaf, [(0, 0), (0, fill)] + [(0, 0)] * (leaf.ndim - 2))
-        return jnp.moveaxis(leaf.reshape(leaf.shape[0], n, chunk, *leaf.shape[2:]), 1, 0)
+    def cut(leaf):  # [L, ...] -> [n, chunk, ...]
+        leaf = jnp.pad(leaf, [(0, fill)] + [(0, 0)] * (leaf.ndim - 1))
+        return leaf.reshape(n, chunk, *leaf.shape[1:])
 
     def masked(x):  # fill must leave the state as it was, whatever `expand` makes of zeros
         x, real = x
         a, b = expand(x)
         if not fill:
             return a, b
-        real = real.reshape(*real.shape, *[1] * (b.ndim - 2))
+        real = real.reshape(chunk, *[1] * (b.ndim - 1))
         return jnp.where(real, a, 1), jnp.where(real, b, 0)
 
     def step(h, x):
-        y, h = inner(masked, lambda states, x: contract(states, x[0]), h, x, chunk)
+        y, h = whole(masked, lambda states, x: contract(states, x[0]), h, x, chunk, method)
         return h, y
 
-    real = (jnp.arange(n * chunk) < L).reshape(n, 1, chunk)
+    real = (jnp.arange(n * chunk) < L).reshape(n, chunk)
     h, y = lax.scan(jax.checkpoint(step, prevent_cse=False), h0, (jax.tree.map(cut, inputs), real))
-    y = jnp.moveaxis(y, 0, 1)
-    return y.reshape(y.shape[0], n * chunk, *y.shape[3:])[:, :L], h
+    return y.reshape(n * chunk, *y.shape[2:])[:L], h
 
 
 IMPLEMENTATIONS = {
     "sequential": sequential,
-    "associative": associative,
-    "chunked": chunked,
-    "chunked_sequential": partial(chunked, inner=sequential),
+    "associative": partial(whole, method=parallel),
+    "chunked": partial(chunked, method=parallel),
+    "chunked_serial": partial(chunked, method=serial),
 }
 
 
@@ -99,13 +128,19 @@ def diagonal_scan(
     implementation: str | None = None,
     chunk: int = 64,
 ) -> tuple[Array, Array]:
-    """Outputs `[B, L, ...]` and the last state, for the recurrence that `expand` and `contract` describe."""
-    length = jax.tree.leaves(inputs)[0].shape[1]
+    """Outputs `[B, L, ...]` and the last state, for the recurrence that `expand` and `contract` describe.
+
+    Both see arrays `[L, B, ...]`: time leads inside the scan.
+    """
+    inputs = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), inputs)
+    length = jax.tree.leaves(inputs)[0].shape[0]
     if implementation is None:
         # Few cores gain nothing from a scan that does log(chunk) times the work.
-        inner = "chunked_sequential" if jax.default_backend() == "cpu" else "chunked"
-        implementation = "sequential" if length == 1 else inner
-    return choose("scan implementation", implementation, IMPLEMENTATIONS)(expand, contract, h0, inputs, chunk)
+        method = "chunked_serial" if jax.default_backend() == "cpu" else "chunked"
+        implementation = "sequential" if length == 1 else method
+    run = choose("scan implementation", implementation, IMPLEMENTATIONS)
+    y, h = run(expand, contract, h0, inputs, chunk)
+    return jnp.swapaxes(y, 0, 1), h
 
 
 def linear_scan(a: Array, b: Array, h0: Array, *, implementation: str | None = None) -> tuple[Array, Array]:
@@ -133,12 +168,11 @@ def selective_scan(
     def expand(inputs):
         a = jnp.exp(inputs["dt"][..., None] * A)
         if keep is not None:
-            a = a * inputs["keep"][:, :, None, None]
-        return a, (inputs["dt"] * inputs["x"])[..., None] * inputs["B"][:, :, None]
+            a = a * inputs["keep"][..., None, None]
+        return a, (inputs["dt"] * inputs["x"])[..., None] * inputs["B"][..., None, :]
 
     def contract(h, inputs):
-        # Not an einsum: a product and a sum fuse with the scan's last pass, a batch of tiny matrix products does not.
-        return jnp.sum(h * inputs["C"][:, :, None], axis=-1)
+        return jnp.einsum("lben,lbn->lbe", h, inputs["C"])
 
     inputs = dict(x=x, dt=dt, B=B, C=C)
     if keep is not None:

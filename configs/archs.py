@@ -5,9 +5,7 @@ from ml_collections import ConfigDict
 from model.errors import choose
 
 ARCHS = {
-    "attention": dict(
-        mixers=("attention",), position="rope"
-    ),  # multi-head softmax attention, rotary positions
+    "attention": dict(mixers=("attention",), position="rope"),  # multi-head softmax attention, rotary positions
     "alibi": dict(mixers=("attention",), position="alibi"),  # multi-head softmax attention, linear biases
     "mqa": dict(mixers=("attention",), position="rope", attention=dict(n_kv_heads=1)),  # one key-value head
     "s4d": dict(mixers=("s4d",)),  # diagonal state space, the same at every token

@@ -12,8 +12,6 @@ def parse(argument: str, **defaults: str) -> SimpleNamespace:
         key, equals, value = item.partition("=")
         if not equals or key not in defaults:
             allowed = ", ".join(f"{k}=..." for k in defaults)
-            raise UserError(
-                f"unknown config argument {item!r}; this config takes {allowed}{closest(key, defaults)}"
-            )
+            raise UserError(f"unknown config argument {item!r}; this config takes {allowed}{closest(key, defaults)}")
         values[key] = value
     return SimpleNamespace(**values)

@@ -20,9 +20,7 @@ def get_config() -> ConfigDict:
     c.keep = 2  # newest checkpoints kept, besides the best
     c.best = "accuracy"  # validation metric that names the best checkpoint: accuracy or loss
     c.target = 0.0  # stop early once validation accuracy reaches this; 0: never
-    c.nonfinite = (
-        "stop"  # on a non-finite loss: stop, skip (drop the update) or rollback (to the last checkpoint)
-    )
+    c.nonfinite = "stop"  # on a non-finite loss: stop, skip (drop the update) or rollback (to the last checkpoint)
     c.max_rollbacks = 3
     c.tensorboard = False  # also write TensorBoard events beside metrics.jsonl
     # Keys that may change when a run is resumed; a change to any other is refused.
@@ -90,7 +88,5 @@ def get_config() -> ConfigDict:
 
     c.data = ConfigDict()
     c.data.task = "mqar"
-    c.data.seed = (
-        0  # of the examples themselves, so that runs differing in `seed` are tested on the same ones
-    )
+    c.data.seed = 0  # of the examples themselves, so that runs differing in `seed` are tested on the same ones
     return c

@@ -44,9 +44,7 @@ def open_corpus(path: Path) -> Corpus:
     """A file, or those of a folder and its subfolders sorted by path; hidden and empty ones are skipped."""
     if path.is_dir():
         inside = (p.relative_to(path).parts for p in path.rglob("*") if p.is_file())
-        files = [
-            path.joinpath(*parts) for parts in sorted(inside) if not any(x.startswith(".") for x in parts)
-        ]
+        files = [path.joinpath(*parts) for parts in sorted(inside) if not any(x.startswith(".") for x in parts)]
     else:
         files = [path]
     sized = [(str(p), p.stat().st_size) for p in files]

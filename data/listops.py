@@ -119,9 +119,7 @@ class ListOps(Task):
         longest = sum(nodes) + sum(nodes[:-1])
         # A lone digit is one token long: from min_length 1 on, every tree kept has an operator at its root.
         self.bound("min_length", 1, longest - 1, f"the largest tree has {longest} tokens")
-        self.bound(
-            "max_length", self.min_length + 2, why=f"min_length {self.min_length}, both bounds excluded"
-        )
+        self.bound("max_length", self.min_length + 2, why=f"min_length {self.min_length}, both bounds excluded")
         self.bound("length", min(self.max_length - 1, longest), why="the longest tree kept must fit")
         for field in ("n_train", "n_validation", "n_test"):
             self.bound(field, 1)

@@ -42,9 +42,7 @@ class Mqar(Task):
     def check(self) -> None:
         self.bound("length", 4)
         if self.length % 2:
-            raise UserError(
-                f"data.mqar.length is {self.length}; allowed: even numbers; closest: {self.length + 1}"
-            )
+            raise UserError(f"data.mqar.length is {self.length}; allowed: even numbers; closest: {self.length + 1}")
         self.bound("n_pairs", 1, self.length // 4, f"a quarter of length {self.length}")
         self.bound("min_pairs", 0, self.n_pairs, "n_pairs")
         self.bound("vocab_size", 2 * self.n_pairs + 2, why=f"{self.n_pairs} keys, as many values, and 0")

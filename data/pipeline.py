@@ -79,9 +79,7 @@ def eval_batches(
     """The first n_batches of a split; 0: all of a finite one, its last batch filled up with weight 0."""
     n = task.size(split)
     if n_batches == 0 and n is None:
-        raise UserError(
-            f"eval_batches is 0, but {task.name} has an endless {split} split; allowed: at least 1"
-        )
+        raise UserError(f"eval_batches is 0, but {task.name} has an endless {split} split; allowed: at least 1")
     whole = -(-n // batch_size) if n is not None else n_batches
     for step in range(min(n_batches or whole, whole)):
         yield batch_at(task, seed, split, batch_size, step, host, hosts, order=None)

@@ -38,9 +38,7 @@ def measure(restored: Restored, split: str) -> dict[str, Any]:
         "targets": int(totals["accuracy"][1]),
         "metrics": {"accuracy": float(mean(*totals["accuracy"])), "loss": loss} | readings(run.task, loss),
         "baselines": run.task.baselines(),
-        "slices": {
-            name: slices(labels, *totals[f"accuracy/{name}"]) for name, labels in run.task.attributes.items()
-        },
+        "slices": {name: slices(labels, *totals[f"accuracy/{name}"]) for name, labels in run.task.attributes.items()},
     }
 
 

@@ -132,6 +132,4 @@ def decode(
 
 def draw(sampling: Sampling, key: jax.Array, i: int | jax.Array, logits: jax.Array) -> jax.Array:
     """Token number i, `[B]`, from logits `[B, 1, V]`."""
-    return sample(
-        jax.random.fold_in(key, i), logits[:, 0], sampling.temperature, sampling.top_k, sampling.top_p
-    )
+    return sample(jax.random.fold_in(key, i), logits[:, 0], sampling.temperature, sampling.top_k, sampling.top_p)

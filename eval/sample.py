@@ -18,9 +18,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise UserError(
-                f"temperature is {self.temperature}; allowed: 0 (greedy) or a positive number; closest: 0"
-            )
+            raise UserError(f"temperature is {self.temperature}; allowed: 0 (greedy) or a positive number; closest: 0")
         if self.top_k < 0:
             raise UserError(f"top_k is {self.top_k}; allowed: 0 (all tokens) or more; closest: 0")
         if not 0 < self.top_p <= 1:

@@ -35,10 +35,7 @@ def plan(runs: Iterable[Run], out: Path) -> dict[str, Planned]:
     made = names([run for run, _ in found.values()])
     for name, (_, config) in zip(made, found.values(), strict=True):
         _refuse_other_config(out / name, config)
-    return {
-        name: Planned(run, config_hash)
-        for name, (config_hash, (run, _)) in zip(made, found.items(), strict=True)
-    }
+    return {name: Planned(run, config_hash) for name, (config_hash, (run, _)) in zip(made, found.items(), strict=True)}
 
 
 def repeats(runs: Iterable[Run], planned: Plan) -> list[str]:
@@ -83,6 +80,4 @@ def _refuse_other_config(folder: Path, config: ConfigDict) -> None:
     old, new = configs.flatten(found), configs.flatten(config)
     for key in sorted(old.keys() & new.keys()):
         if old[key] != new[key]:
-            raise UserError(
-                f"{folder} holds a run with {key}={old[key]}, not {key}={new[key]}; choose another --out"
-            )
+            raise UserError(f"{folder} holds a run with {key}={old[key]}, not {key}={new[key]}; choose another --out")

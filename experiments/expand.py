@@ -50,13 +50,9 @@ def read_zip(text: str) -> list[Setting]:
     lengths = {key: len(values) for key, values in axes}
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{key} has {n}" for key, n in lengths.items())
-        raise UserError(
-            f"--zip={text} pairs values one to one, so each key needs as many as the others; {counts}"
-        )
+        raise UserError(f"--zip={text} pairs values one to one, so each key needs as many as the others; {counts}")
     keys = [key for key, _ in axes]
-    return [
-        dict(zip(keys, values, strict=True)) for values in zip(*(values for _, values in axes), strict=True)
-    ]
+    return [dict(zip(keys, values, strict=True)) for values in zip(*(values for _, values in axes), strict=True)]
 
 
 def read_list(text: str) -> list[Setting]:
@@ -100,9 +96,7 @@ def _pair(flag: str, text: str) -> Setting:
 def _key_and_text(flag: str, text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not (equals and key.strip(": ") and value.strip()):
-        raise UserError(
-            f"--{flag} cannot read {text!r}; write KEY=VALUE,VALUE, for example optim.lr=1e-3,3e-3"
-        )
+        raise UserError(f"--{flag} cannot read {text!r}; write KEY=VALUE,VALUE, for example optim.lr=1e-3,3e-3")
     return key.strip(), value
 
 

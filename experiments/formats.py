@@ -28,22 +28,13 @@ class Arrangement:
 def arrange(sheet: Sheet) -> Arrangement:
     """Labels, then per column its score and, where there is one, the published number, then the costs."""
     layout = sheet.layout
-    quoted = [
-        any(cells[i] and cells[i].published for cells in sheet.lines.values())
-        for i in range(len(sheet.columns))
-    ]
+    quoted = [any(cells[i] and cells[i].published for cells in sheet.lines.values()) for i in range(len(sheet.columns))]
     sources = _number_sources(sheet)
     what = layout.metric.replace("/", " ") + (", %" if _percent(sheet) else "")
 
     header = [plain(key) for key in layout.by]
     for column, has_published in zip(sheet.columns, quoted, strict=True):
-        name = (
-            what
-            if column is None
-            else f"{plain(column)}: {what}"
-            if len(sheet.columns) == 1
-            else plain(column)
-        )
+        name = what if column is None else f"{plain(column)}: {what}" if len(sheet.columns) == 1 else plain(column)
         header += [name, "published"] if has_published else [name]
     header += ["failed seeds", "params", "state bytes", "steps/s"]
 
@@ -54,9 +45,7 @@ def arrange(sheet: Sheet) -> Arrangement:
             texts.append(_score(cell, sheet))
             if has_published:
                 published = cell.published if cell else None
-                texts.append(
-                    f"{_number(published.value, sheet)} [{sources[published.source]}]" if published else ""
-                )
+                texts.append(f"{_number(published.value, sheet)} [{sources[published.source]}]" if published else "")
         known = [cell for cell in cells if cell]
         seeds = sum(cell.summary.n + cell.summary.failed for cell in known)
         texts.append(f"{sum(cell.summary.failed for cell in known)} of {seeds}")

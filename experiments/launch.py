@@ -149,10 +149,7 @@ def _start(job: Job, slot: int, slots: int) -> subprocess.Popen:
 def _signals() -> Iterator[list[int]]:
     """Collects SIGTERM and SIGINT in a list instead of acting on them."""
     received: list[int] = []
-    former = {
-        s: signal.signal(s, lambda number, _: received.append(number))
-        for s in (signal.SIGTERM, signal.SIGINT)
-    }
+    former = {s: signal.signal(s, lambda number, _: received.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield received
     finally:

@@ -26,9 +26,7 @@ class Layout:
     across: str | None = None  # label that names its columns; None: one column
     tuned: tuple[str, ...] = ()  # labels whose best value on the validation split is taken
     order: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # label -> values as they should stand
-    published: Mapping[tuple[str, ...], Published] = field(
-        default_factory=dict
-    )  # (*by, across) values -> number
+    published: Mapping[tuple[str, ...], Published] = field(default_factory=dict)  # (*by, across) values -> number
     title: str = ""
 
 
@@ -60,8 +58,7 @@ def sheet(rows: Sequence[Row], layout: Layout) -> Sheet:
     mixed = [key for key in varying(kept) if key not in (*keys, *layout.tuned)]
     if mixed:
         raise UserError(
-            f"rows of one cell differ in {', '.join(mixed)}, not only in seed; "
-            "name it in --by, --across or --tune"
+            f"rows of one cell differ in {', '.join(mixed)}, not only in seed; name it in --by, --across or --tune"
         )
     places = group(kept, keys)
     columns = _ordered({place[-1] for place in places}, layout.across, layout) if layout.across else (None,)
@@ -100,9 +97,7 @@ def _cell(rows: Sequence[Row], place: tuple, layout: Layout) -> Cell:
 def _lines(places: Iterable[tuple], layout: Layout) -> list[tuple]:
     found = list(dict.fromkeys(place[: len(layout.by)] for place in places))
     orders = [_ordered({line[i] for line in found}, key, layout) for i, key in enumerate(layout.by)]
-    return sorted(
-        found, key=lambda line: [order.index(value) for order, value in zip(orders, line, strict=True)]
-    )
+    return sorted(found, key=lambda line: [order.index(value) for order, value in zip(orders, line, strict=True)])
 
 
 def _ordered(values: Iterable[Any], key: str, layout: Layout) -> tuple[Any, ...]:
@@ -128,9 +123,7 @@ def _baselines(rows: Sequence[Row], columns: Sequence[Any], layout: Layout) -> d
     names = dict.fromkeys(name for row in rows for name in row.get("baselines", {}))
     there = group(rows, [layout.across]) if layout.across else {(None,): rows}
     return {
-        name: tuple(
-            span(row.get("baselines", {}).get(name) for row in there[(column,)]) for column in columns
-        )
+        name: tuple(span(row.get("baselines", {}).get(name) for row in there[(column,)]) for column in columns)
         for name in names
     }
 

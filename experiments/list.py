@@ -24,9 +24,7 @@ def catalogue() -> dict[str, dict[str, str]]:
     """Section -> name -> what it is."""
     return {
         "mixers (model.mixers)": {name: first_line(mixer) for name, mixer in sorted(MIXERS.items())},
-        "positions (model.position)": {
-            name: first_line(position) for name, position in sorted(POSITIONS.items())
-        },
+        "positions (model.position)": {name: first_line(position) for name, position in sorted(POSITIONS.items())},
         "tasks (data.task)": {name: first_line(task) for name, task in sorted(data.TASKS.items())},
         "architectures (arch=...)": {name: settings(arch) for name, arch in ARCHS.items()},
         "configs (--config=...)": config_files(Path("configs")),

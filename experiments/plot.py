@@ -57,9 +57,7 @@ def _dots(axis: Axes, sheet: Sheet, column: int) -> None:
         axis.set_xlim(-0.02, 1.04)
     for name, at in _trivial(sheet, column):
         axis.axvline(at, color=GREY, linestyle=":", linewidth=1)
-        axis.annotate(
-            name, (at, 1.0), xycoords=("data", "axes fraction"), fontsize=7, color=GREY, ha="center"
-        )
+        axis.annotate(name, (at, 1.0), xycoords=("data", "axes fraction"), fontsize=7, color=GREY, ha="center")
 
 
 def _lines(axis: Axes, sheet: Sheet, column: int) -> None:
@@ -72,9 +70,7 @@ def _lines(axis: Axes, sheet: Sheet, column: int) -> None:
         x, summaries = zip(*sorted(points, key=lambda point: point[0]), strict=True)
         style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "label": name}
         spreads = [summary.spread or 0 for summary in summaries]
-        axis.errorbar(
-            x, [summary.mean for summary in summaries], yerr=spreads, markersize=5, capsize=0, **style
-        )
+        axis.errorbar(x, [summary.mean for summary in summaries], yerr=spreads, markersize=5, capsize=0, **style)
     values = sorted({line[-1] for line in sheet.lines})
     if values[0] > 0 and values[-1] >= 2 * values[0]:
         axis.set_xscale("log")

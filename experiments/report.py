@@ -19,9 +19,7 @@ from train import cli
 
 ROWS = flags.DEFINE_string("rows", None, "A file of rows.")
 DIR = flags.DEFINE_string("dir", None, "A sweep's folder; its rows are collected anew.")
-BY = flags.DEFINE_list(
-    "by", None, "Labels that name the lines; default every swept label not used otherwise."
-)
+BY = flags.DEFINE_list("by", None, "Labels that name the lines; default every swept label not used otherwise.")
 ACROSS = flags.DEFINE_string("across", None, "Label that names the columns.")
 TUNE = flags.DEFINE_list("tune", [], "Labels whose best value on the validation split is taken.")
 METRIC = flags.DEFINE_string("metric", "test/accuracy", "The number shown.")

@@ -128,9 +128,7 @@ def check_labels(rows: Sequence[Row], given: Sequence[str]) -> None:
 def check_metric(rows: Sequence[Row], metric: str) -> None:
     known: Mapping[str, None] = dict.fromkeys(key for row in rows for key in row["metrics"])
     if known and metric not in known:
-        raise UserError(
-            f"unknown metric {metric!r}; the rows have {', '.join(known)}{closest(metric, known)}"
-        )
+        raise UserError(f"unknown metric {metric!r}; the rows have {', '.join(known)}{closest(metric, known)}")
 
 
 def _hashable(value: Any) -> Any:

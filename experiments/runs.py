@@ -76,11 +76,7 @@ def short_keys(keys: Iterable[str]) -> dict[str, str]:
     def shortest(key: str) -> str:
         lengths = range(1, key.count(".") + 2)
         return next(
-            (
-                ending(key, n)
-                for n in lengths
-                if all(ending(k, n) != ending(key, n) for k in keys if k != key)
-            ),
+            (ending(key, n) for n in lengths if all(ending(k, n) != ending(key, n) for k in keys if k != key)),
             key,
         )
 

@@ -30,9 +30,7 @@ LAUNCHER = flags.DEFINE_string("launcher", "local", f"How runs are started: {', 
 
 def main(argv: list[str]) -> int:
     if argv[1:]:
-        raise UserError(
-            f"unexpected argument {argv[1]!r}; sweep takes flags only, such as --grid=optim.lr=1e-3,3e-3"
-        )
+        raise UserError(f"unexpected argument {argv[1]!r}; sweep takes flags only, such as --grid=optim.lr=1e-3,3e-3")
     if not (CONFIG.value and OUT.value):
         raise UserError("give both --config=FILE.py and --out=FOLDER")
     out = Path(OUT.value)

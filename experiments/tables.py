@@ -26,9 +26,7 @@ class Table:
     by: tuple[str, ...]  # labels that name its lines
     across: str | None  # label that names its columns
     metric: str
-    published: Mapping[tuple[str, ...], Published] = field(
-        default_factory=dict
-    )  # (*by, across) values -> number
+    published: Mapping[tuple[str, ...], Published] = field(default_factory=dict)  # (*by, across) values -> number
 
 
 def choose_scale(table: Table, given: str | None) -> str:
@@ -48,9 +46,7 @@ def layout(table: Table, scale: str) -> Layout:
     return Layout(table.metric, table.by, table.across, order=order, published=table.published, title=title)
 
 
-def cross(
-    archs: Sequence[str], tasks: Sequence[str], seeds: int, overrides: Mapping[str, Value]
-) -> list[Run]:
+def cross(archs: Sequence[str], tasks: Sequence[str], seeds: int, overrides: Mapping[str, Value]) -> list[Run]:
     """Every architecture on every synthetic task."""
     return [
         Run(
@@ -84,12 +80,8 @@ QUICKSTART_PUBLISHED = {
     ("attention", "induction"): Published(
         1.0, f"{MAMBA}: trained and tested at length 256, rotary positions, 2 layers of width 128"
     ),
-    ("mamba", "induction"): Published(
-        1.0, f"{MAMBA}: trained and tested at length 256, 2 layers of width 64"
-    ),
-    ("s4d", "induction"): Published(
-        0.356, "Fu et al. 2022, H3 (arXiv:2212.14052): length 30, vocabulary 20, width 32"
-    ),
+    ("mamba", "induction"): Published(1.0, f"{MAMBA}: trained and tested at length 256, 2 layers of width 64"),
+    ("s4d", "induction"): Published(0.356, "Fu et al. 2022, H3 (arXiv:2212.14052): length 30, vocabulary 20, width 32"),
 }
 
 TABLES = {

@@ -91,9 +91,7 @@ def check(c: Mapping[str, Any], n_classes: int) -> None:
             f"choose from {free}"
         )
     if n_classes and c["pool"] == "cls" and c["causal"]:
-        raise UserError(
-            "pool 'cls' reads the first position, which sees nothing in a causal model; use mean or last"
-        )
+        raise UserError("pool 'cls' reads the first position, which sees nothing in a causal model; use mean or last")
 
 
 # Parameters outside the mixers: norms, biases and embeddings are not decayed.
@@ -103,9 +101,7 @@ SHARED_GROUPS = {"scale": "no_decay", "bias": "no_decay", "embedding": "no_decay
 def group_rules(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(pattern of a parameter's path, optimizer group); a path that none matches is in the group `decay`."""
     rules = [(rf"(.*/)?{name}", group) for name, group in SHARED_GROUPS.items()]
-    rules += [
-        (rf"(.*/)?position/{name}", group) for name, group in POSITIONS[config["position"]].groups.items()
-    ]
+    rules += [(rf"(.*/)?position/{name}", group) for name, group in POSITIONS[config["position"]].groups.items()]
     for i, mixer in enumerate(config["mixers"]):
         for name, group in MIXERS[mixer].groups.items():
             rules.append((rf"stack/(layers|rest)/block_{i}/mixer/{re.escape(name)}", group))

@@ -19,6 +19,4 @@ def choose(what: str, given: str, table: Mapping[str, Any] | set[str]) -> Any:
     """Looks up a name in a table, or says what could have been meant."""
     if given in table:
         return table[given] if isinstance(table, Mapping) else given
-    raise UserError(
-        f"unknown {what} {given!r}; choose from {', '.join(sorted(table))}{closest(given, table)}"
-    )
+    raise UserError(f"unknown {what} {given!r}; choose from {', '.join(sorted(table))}{closest(given, table)}")

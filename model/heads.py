@@ -56,9 +56,7 @@ class SequenceModel(nn.Module):
                 (self.width,),
                 f,
             )
-            x = jnp.concatenate(
-                [jnp.broadcast_to(cls.astype(x.dtype), (*x.shape[:1], 1, self.width)), x], axis=1
-            )
+            x = jnp.concatenate([jnp.broadcast_to(cls.astype(x.dtype), (*x.shape[:1], 1, self.width)), x], axis=1)
             segments = None if segments is None else jnp.concatenate([segments[:, :1], segments], axis=1)
 
         positions, reading = self.place(x, segments, state)
@@ -71,9 +69,7 @@ class SequenceModel(nn.Module):
 
         if self.n_classes:
             x = norm(self.norm, self.dtype, "norm")(pooled(x, segments, self.pool))
-            return dense(self.n_classes, ("embed", None), self.dtype, "classes", bias=True)(x).astype(
-                f
-            ), state
+            return dense(self.n_classes, ("embed", None), self.dtype, "classes", bias=True)(x).astype(f), state
         if at is not None:  # before the unembedding, which costs V per position
             x = jnp.take_along_axis(x, at[..., None], axis=1)
         x = norm(self.norm, self.dtype, "norm")(x)
@@ -83,9 +79,7 @@ class SequenceModel(nn.Module):
             logits = dense(self.vocab_size, ("embed", "vocab"), self.dtype, "unembed")(x)
         return logits.astype(f), state
 
-    def place(
-        self, x: jax.Array, segments: jax.Array | None, state: State
-    ) -> tuple[jax.Array, Reading | None]:
+    def place(self, x: jax.Array, segments: jax.Array | None, state: State) -> tuple[jax.Array, Reading | None]:
         """Positions within documents, `[B or 1, L]`, and with a state the reading to go on from."""
         B, L = x.shape[:2]
         if segments is None and state is None:

@@ -112,9 +112,7 @@ class ALiBi(Position):
     needs_attention: ClassVar[bool] = True
 
     def bias(self, q_positions: jax.Array, k_positions: jax.Array, n_heads: int) -> jax.Array:
-        distance = jnp.abs(q_positions[:, None, :, None] - k_positions[:, None, None, :]).astype(
-            wide(self.dtype)
-        )
+        distance = jnp.abs(q_positions[:, None, :, None] - k_positions[:, None, None, :]).astype(wide(self.dtype))
         return -jnp.asarray(alibi_slopes(n_heads), wide(self.dtype))[:, None, None] * distance
 
 

@@ -35,9 +35,7 @@ def make_state(step: int):
 
 
 def abstract(state, sharding=None):
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), state
-    )
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding or x.sharding), state)
 
 
 def bits(x) -> bytes:
@@ -58,9 +56,7 @@ def save_all(directory, steps, keep=10, **scores):
 
 @pytest.mark.quick
 def test_round_trip_is_bit_exact(tmp_path):
-    special = jnp.array(
-        [0x7FC00001, 0xFF800000, 0x80000000, 1], jnp.uint32
-    )  # NaN with payload, -inf, -0, denormal
+    special = jnp.array([0x7FC00001, 0xFF800000, 0x80000000, 1], jnp.uint32)  # NaN with payload, -inf, -0, denormal
     params = {"w": jnp.ones((3, 5)), "odd/na.me": {"a b": jnp.arange(3)}, "none": None, "nothing": {}}
     state = {
         "params": params,
@@ -136,9 +132,7 @@ def append(path: Path) -> None:
 @pytest.mark.parametrize("harm", [flip, truncate, append, Path.unlink], ids=lambda f: f.__name__)
 def test_any_harmed_file_is_named_and_the_step_before_taken(tmp_path, harm):
     save_all(tmp_path / "whole", [1, 2])
-    names = [
-        p.relative_to(tmp_path / "whole") for p in (tmp_path / "whole/00000002").rglob("*") if p.is_file()
-    ]
+    names = [p.relative_to(tmp_path / "whole") for p in (tmp_path / "whole/00000002").rglob("*") if p.is_file()]
     assert len(names) > 8 and any(n.name == MANIFEST for n in names)
     for number, name in enumerate(names):
         directory = tmp_path / str(number)
@@ -246,9 +240,7 @@ def test_restores_onto_another_mesh(tmp_path):
         checkpoints.save(3, jax.device_put(state, place((2, 2), P("data", "model"))))
         for shape, spec in [((4, 1), P("data")), ((1, 4), P("model", "data")), ((2, 1), P()), ((1, 1), P())]:
             target = place(shape, spec)
-            like = jax.tree.map(
-                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, target
-            )
+            like = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, target)
             _, restored = checkpoints.restore(like)
             assert_same(restored, state)
             assert jax.tree.map(lambda x: x.sharding, restored) == target

@@ -85,9 +85,7 @@ def test_mistakes_in_a_config(mistake, tmp_path):
 )
 def test_mistakes_on_the_command_line(words, answer):
     done = run(*words)
-    assert done.returncode == 2 and re.search(answer, done.stderr) and "Traceback" not in done.stderr, (
-        done.stderr
-    )
+    assert done.returncode == 2 and re.search(answer, done.stderr) and "Traceback" not in done.stderr, done.stderr
 
 
 def readme_commands() -> list[str]:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from data import SPLITS, TASKS, Task, bins, build
-from data.induction import Induction
 from data.listops import TOKENS
 from data.pipeline import batch_at, eval_batches, gather, stream
 from data.rng import Stream, distinct
@@ -114,9 +113,7 @@ def test_a_restarted_stream_is_the_tail_of_the_first(task):
 
 
 def test_splits_differ(task):
-    seen = {
-        s: {e["inputs"].tobytes() for e in examples(task, s, min(10, task.size(s) or 10))} for s in SPLITS
-    }
+    seen = {s: {e["inputs"].tobytes() for e in examples(task, s, min(10, task.size(s) or 10))} for s in SPLITS}
     assert all(len(seen[s]) == min(10, task.size(s) or 10) for s in SPLITS)
     assert not seen["train"] & seen["validation"]
     assert not seen["train"] & seen["test"]
@@ -140,9 +137,7 @@ def test_fingerprint_changes_with_anything_that_changes_the_data(task, monkeypat
         changes += 1
     assert len(prints) == changes
     made = type(task).examples
-    monkeypatch.setattr(
-        type(task), "examples", lambda *args: made(*args) | {"targets": made(*args)["targets"] + 1}
-    )
+    monkeypatch.setattr(type(task), "examples", lambda *args: made(*args) | {"targets": made(*args)["targets"] + 1})
     assert task.fingerprint(0) not in prints, "changed code shows"
 
 
@@ -175,9 +170,7 @@ def test_epochs_are_different_permutations_of_a_finite_set():
     assert len({tuple(epoch) for epoch in epochs}) == 4
     other = identities([batch_at(task, 0, "train", 10, 0, order=1)])
     assert set(other) == set(epochs[0]) and other != epochs[0], "another order, the same examples"
-    assert not set(identities([batch_at(task, 1, "train", 10, 0)])) & set(rows), (
-        "another seed, other examples"
-    )
+    assert not set(identities([batch_at(task, 1, "train", 10, 0)])) & set(rows), "another seed, other examples"
 
 
 @pytest.mark.quick

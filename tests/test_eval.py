@@ -95,9 +95,7 @@ def without_state(model, params, prompts, sampling) -> np.ndarray:
     made = []
     for i in range(N):
         logits = from_scratch(model, params, rows, (ends - 1)[:, None])
-        chosen = sample(
-            jax.random.fold_in(KEY, i), logits, sampling.temperature, sampling.top_k, sampling.top_p
-        )
+        chosen = sample(jax.random.fold_in(KEY, i), logits, sampling.temperature, sampling.top_k, sampling.top_p)
         rows[np.arange(len(rows)), ends] = chosen
         made.append(np.asarray(chosen))
         ends = ends + 1
@@ -427,9 +425,7 @@ def test_mistakes_end_in_one_line_and_exit_code_2(recall_run):
     }
     command = [sys.executable, "-m", "eval"]
     started = {
-        args: subprocess.Popen(
-            [*command, *args], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+        args: subprocess.Popen([*command, *args], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for args in cases
     }
     for args, process in started.items():

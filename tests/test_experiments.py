@@ -311,9 +311,7 @@ def row(labels: dict, seed: int, accuracy: float | None, status: str = "finished
         return {"status": "failed", "error": "x", "metrics": {}, "labels": labels, "seed": seed, "run": name}
     metrics = {"test/accuracy": accuracy, "validation/accuracy": accuracy, "test/loss": 1 - accuracy}
     made = {"status": status, "labels": labels, "seed": seed, "run": name, "metrics": metrics, "params": 1200}
-    return (
-        made | {"state_bytes": 64, "steps_per_s": 10.0, "baselines": {"chance": 0.1}, "device": "cpu"} | more
-    )
+    return made | {"state_bytes": 64, "steps_per_s": 10.0, "baselines": {"chance": 0.1}, "device": "cpu"} | more
 
 
 @pytest.mark.quick
@@ -370,9 +368,7 @@ def table():
     made += [row({"arch": AWKWARD, "task": "t2"}, seed, None) for seed in range(2)]
     made += [row({"arch": "plain", "task": "t1"}, 0, 1.0, params=3400)]
     published = {("plain", "t1"): Published(0.998, "Someone 2020, Table 1")}
-    return sheet(
-        made, Layout("test/accuracy", ("arch",), "task", order={"arch": ["plain"]}, published=published)
-    )
+    return sheet(made, Layout("test/accuracy", ("arch",), "task", order={"arch": ["plain"]}, published=published))
 
 
 @pytest.mark.quick
@@ -447,10 +443,7 @@ def test_files_and_picture_are_the_same_for_the_same_rows(table, tmp_path):
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
     assert first[-1].read_bytes().startswith(b"\x89PNG")
     widths = [row({"model.width": width}, seed, width / 200) for width in (16, 64, 128) for seed in (0, 1)]
-    assert (
-        publish(sheet(widths, Layout("test/accuracy", ("model.width",))), tmp_path / "c")[-1].stat().st_size
-        > 5000
-    )
+    assert publish(sheet(widths, Layout("test/accuracy", ("model.width",))), tmp_path / "c")[-1].stat().st_size > 5000
 
 
 @pytest.mark.quick
@@ -482,9 +475,7 @@ def test_tuning_looks_at_validation_and_never_at_test():
     made[-1] = row({"arch": "a", "optim.lr": 3}, 1, None)
     (cells,) = sheet(made, Layout("test/accuracy", ("arch",), tuned=("optim.lr",))).lines.values()
     assert cells[0].summary.mean == pytest.approx(0.8)
-    lowest = rows.best(
-        [row({"lr": lr}, 0, lr, **{"status": "finished"}) for lr in (0.1, 0.2)], ["lr"], "test/loss"
-    )
+    lowest = rows.best([row({"lr": lr}, 0, lr, **{"status": "finished"}) for lr in (0.1, 0.2)], ["lr"], "test/loss")
     assert len(lowest) == 1
 
 
@@ -580,9 +571,7 @@ def test_reproduce_prints_the_table_with_its_failed_seeds(tmp_path):
         run = item.run
         folders.claim(tmp_path / name, run, item.config_hash)
         diverged = run.labels["arch"] == "s4d" and run.overrides["seed"] == 1
-        made = row(
-            dict(run.labels), run.overrides["seed"], 0.75, "nonfinite" if diverged else "finished", steps=9
-        )
+        made = row(dict(run.labels), run.overrides["seed"], 0.75, "nonfinite" if diverged else "finished", steps=9)
         folders.write_json(tmp_path / name / "result.json", made | {"config_hash": item.config_hash})
     code, printed, _ = call("experiments.reproduce", "quickstart", "--scale=smoke", f"--out={tmp_path}")
     assert code == 0
@@ -590,9 +579,7 @@ def test_reproduce_prints_the_table_with_its_failed_seeds(tmp_path):
     assert printed.count("diverged:") == 3
     for line in ("75.0 ± 0.0", "75.0 (1 failed)", "3 of 6", "chance", "99.8 [", "plot.png"):
         assert line in printed
-    names = [
-        line.split("|")[1].strip() for line in (tmp_path / "table.md").read_text().splitlines() if "|" in line
-    ]
+    names = [line.split("|")[1].strip() for line in (tmp_path / "table.md").read_text().splitlines() if "|" in line]
     assert names[2:] == ["attention", "mqa", "s4d", "mamba", "hybrid", "chance"]
     made = sheet(rows.read(tmp_path / "rows.jsonl"), layout(TABLES["quickstart"], "smoke"))
     assert (tmp_path / "table.md").read_text() == formats.markdown(made)
@@ -677,8 +664,6 @@ def test_startup_is_timed_twice_with_one_new_cache(monkeypatch):
     found = startup.measure(DEBUG, {})
     assert found["first_s"] > found["second_s"] + 0.5
     assert found["ratio"] == pytest.approx(found["second_s"] / found["first_s"])
-    monkeypatch.setattr(
-        startup, "command", lambda run, folder: [sys.executable, "-c", "raise SystemExit('it broke')"]
-    )
+    monkeypatch.setattr(startup, "command", lambda run, folder: [sys.executable, "-c", "raise SystemExit('it broke')"])
     with pytest.raises(UserError, match="it broke"):
         startup.measure(DEBUG, {})

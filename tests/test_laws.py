@@ -86,9 +86,7 @@ def test_segments(case, causal):
         alone, _ = run(variables, x[:, start : start + n], zoo.context(L=n))
         np.testing.assert_allclose(packed[:, start : start + n], alone, atol=2e-5)
     real = np.asarray(PACKED[:1]) > 0
-    pull = jax.jit(
-        jax.grad(lambda x: jnp.sum(jnp.where(real[..., None], mixer.apply(variables, x, ctx)[0], 0)))
-    )(x)
+    pull = jax.jit(jax.grad(lambda x: jnp.sum(jnp.where(real[..., None], mixer.apply(variables, x, ctx)[0], 0))))(x)
     assert np.isfinite(pull).all() and (np.abs(pull[~real]) < 1e-7).all()
 
 

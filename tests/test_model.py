@@ -122,9 +122,7 @@ def test_short_convolution():
 @pytest.mark.quick
 def test_s4d_initial_frequencies():
     np.testing.assert_allclose(INITS["lin"](np.arange(3), 32), [0, np.pi, 2 * np.pi])
-    np.testing.assert_allclose(
-        INITS["inv"](np.arange(4), 4), [17.825354, 4.244132, 1.527887, 0.363783], atol=1e-6
-    )
+    np.testing.assert_allclose(INITS["inv"](np.arange(4), 4), [17.825354, 4.244132, 1.527887, 0.363783], atol=1e-6)
     np.testing.assert_allclose(INITS["inv"](np.arange(2), 32), [1283.425, 414.227], atol=1e-3)
 
 
@@ -161,15 +159,10 @@ def test_swiglu_width():
     assert mlp_width("swiglu", 4096, 11008) == 11008
 
 
-@pytest.mark.parametrize(
-    "mixers,layers", [(("attention",), 3), (("mamba", "attention"), 5), (("s4d", "mamba"), 1)]
-)
+@pytest.mark.parametrize("mixers,layers", [(("attention",), 3), (("mamba", "attention"), 5), (("s4d", "mamba"), 1)])
 def test_looped_unrolled_and_rematerialised_agree(mixers, layers):
     config = model_config(mixers=mixers, layers=layers)
-    models = [
-        build.build(config | dict(scan=s, remat=r), 20)
-        for s, r in ((True, False), (False, False), (True, True))
-    ]
+    models = [build.build(config | dict(scan=s, remat=r), 20) for s, r in ((True, False), (False, False), (True, True))]
     variables = [init(m, TOKENS) for m in models]
     for other in variables[1:]:
         jax.tree.map(np.testing.assert_array_equal, other, variables[0])

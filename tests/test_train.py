@@ -97,9 +97,7 @@ def test_every_parameter_is_in_exactly_one_group(mixer, position):
 @pytest.mark.quick
 def test_groups_decide_decay_and_rate():
     rules = [("a", "no_decay"), ("s", "ssm")]
-    config = dict(load().optim) | dict(
-        weight_decay=0.5, ssm_lr=0.1, clip=0.0, schedule="constant", warmup=0, lr=1.0
-    )
+    config = dict(load().optim) | dict(weight_decay=0.5, ssm_lr=0.1, clip=0.0, schedule="constant", warmup=0, lr=1.0)
     params = {"a": jnp.ones(3), "s": jnp.ones(3), "w": jnp.ones(3)}
     tx = optim.optimizer(config, 10, rules)
     updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
@@ -111,17 +109,15 @@ def test_groups_decide_decay_and_rate():
 def test_schedules():
     config = dict(load().optim) | dict(lr=2.0, warmup=4, final_lr=0.1)
     cosine = optim.schedule(config | dict(schedule="cosine"), 20)
-    np.testing.assert_allclose(
-        [cosine(0), cosine(3), cosine(4), cosine(12), cosine(20)], [0.5, 2.0, 2.0, 1.1, 0.2]
-    )
+    np.testing.assert_allclose([cosine(0), cosine(3), cosine(4), cosine(12), cosine(20)], [0.5, 2.0, 2.0, 1.1, 0.2])
     rsqrt = optim.schedule(config | dict(schedule="rsqrt"), 20)
     np.testing.assert_allclose([rsqrt(0), rsqrt(4), rsqrt(16)], [0.5, 2.0, 1.0], rtol=1e-6)
     assert optim.schedule(config | dict(schedule="constant"), 20)(15) == 2.0
 
 
 def test_accumulation_equals_the_whole_batch():
-    whole, p = one_step(load())
-    parts, q = one_step(load(("optim.accumulate", "2")))
+    whole, _ = one_step(load())
+    parts, _ = one_step(load(("optim.accumulate", "2")))
     np.testing.assert_allclose(parts["loss"][0], whole["loss"][0], rtol=1e-6)
     np.testing.assert_allclose(parts["grad_norm"][0], whole["grad_norm"][0], rtol=1e-5)
 
@@ -204,7 +200,7 @@ def test_early_stop_and_finished_runs(tmp_path, capsys):
 
 def test_resuming_with_another_config(tmp_path, capsys):
     train(load(*SHORT), str(tmp_path))
-    with pytest.raises(UserError, match="optim.lr"):
+    with pytest.raises(UserError, match=r"optim\.lr"):
         train(load(*SHORT, ("optim.lr", "0.5")), str(tmp_path))
     assert "optim.lr: 0.001 -> 0.5" in capsys.readouterr().out
     more = train(load(*SHORT, ("steps", "16")), str(tmp_path))  # declared safe

@@ -1,6 +1,6 @@
 """Every mixer in the zoo at test size, and how the laws call one."""
 
-from functools import lru_cache
+from functools import cache
 
 import flax.linen as nn
 import jax
@@ -57,7 +57,7 @@ def context(segments=None, L: int | None = None) -> Context:
     return Context(positions=positions, segments=segments)
 
 
-@lru_cache(maxsize=None)
+@cache
 def params(mixer: Mixer):
     """Parameters away from their initial values, so that none is at a point where a bug would not show."""
 
@@ -72,7 +72,7 @@ def params(mixer: Mixer):
     return moved()
 
 
-@lru_cache(maxsize=None)
+@cache
 def apply(mixer: Mixer):
     return jax.jit(mixer.apply)
 

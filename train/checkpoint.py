@@ -115,10 +115,7 @@ def _hash_files(folder: Path, flush: bool = False) -> dict[str, list[Any]]:
 
     paths = sorted(path for path in folder.rglob("*") if not path.is_dir() and path != folder / MANIFEST)
     with ThreadPoolExecutor(4) as pool:
-        return {
-            path.relative_to(folder).as_posix(): h
-            for path, h in zip(paths, pool.map(one, paths), strict=True)
-        }
+        return {path.relative_to(folder).as_posix(): h for path, h in zip(paths, pool.map(one, paths), strict=True)}
 
 
 def damage(folder: Path) -> str | None:
@@ -180,9 +177,7 @@ def _read(folder: Path, like: State) -> State:
     args = ocp.args.PyTreeRestore(stored, restore_args=ocp.checkpoint_utils.construct_restore_args(stored))
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         arrays = checkpointer.restore(folder, args=args)
-    empty = {
-        path: jnp.zeros(x.shape, x.dtype, device=x.sharding) for path, x in flat.items() if path not in stored
-    }
+    empty = {path: jnp.zeros(x.shape, x.dtype, device=x.sharding) for path, x in flat.items() if path not in stored}
     return jax.tree.unflatten(jax.tree.structure(like), [(arrays | empty)[path] for path in flat])
 
 
@@ -296,9 +291,7 @@ class Checkpoints:
             return step
         if damaged:  # left in place, so that the next start says so too instead of beginning anew
             found = "; ".join(f"{folder.name}: {what}" for folder, what in damaged.items())
-            raise UserError(
-                f"every checkpoint in {self.directory} is damaged ({found}); remove them to start anew"
-            )
+            raise UserError(f"every checkpoint in {self.directory} is damaged ({found}); remove them to start anew")
         return None
 
     def _put_aside(self, folder: Path, what: str) -> None:

@@ -68,9 +68,7 @@ class MetricsLog:
         # Unbuffered: a line is one write, in the file as soon as it is logged.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115
         if self._tensorboard:
-            self._events = _TensorBoard(
-                path.parent / "tensorboard", 0 if resume_step is None else resume_step + 1
-            )
+            self._events = _TensorBoard(path.parent / "tensorboard", 0 if resume_step is None else resume_step + 1)
 
     def write(self, step: int, **values: Any) -> None:
         if self._file is None:
@@ -140,9 +138,7 @@ class Progress:
         self._stream, self._bar = console.file, None
         self._silent = jax.process_index() != 0
         if console.is_interactive and not self._silent:
-            self._bar = Bar(
-                BarColumn(24), TextColumn("{task.description}"), console=console, auto_refresh=False
-            )
+            self._bar = Bar(BarColumn(24), TextColumn("{task.description}"), console=console, auto_refresh=False)
         self._every = 0.25 if self._bar else 10.0
 
     def update(self, step: int, **shown: Any) -> None:

@@ -183,9 +183,7 @@ def roll_back(run: Run, checkpoints: Checkpoints, state: RunState, step: int) ->
     return good, restored.replace(**{k: jax.device_put(np.int32(v), sharding) for k, v in counts.items()})
 
 
-def save(
-    checkpoints: Checkpoints, step: int, state: RunState, scores: dict, best: str, clock: "Clock"
-) -> None:
+def save(checkpoints: Checkpoints, step: int, state: RunState, scores: dict, best: str, clock: "Clock") -> None:
     score = scores.get(f"validation/{best}")
     if score is not None and best == "loss":
         score = -score

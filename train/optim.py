@@ -44,17 +44,13 @@ def groups(params: Any, rules: list[tuple[str, str]]) -> Any:
         name = path_name(path)
         found = {group for pattern, group in rules if re.fullmatch(pattern, name)}
         if len(found) > 1 or not found <= set(GROUPS):
-            raise ValueError(
-                f"parameter {name} is claimed by groups {sorted(found)}; it needs exactly one of {GROUPS}"
-            )
+            raise ValueError(f"parameter {name} is claimed by groups {sorted(found)}; it needs exactly one of {GROUPS}")
         return found.pop() if found else "decay"
 
     return jax.tree_util.tree_map_with_path(group, params)
 
 
-def optimizer(
-    config: Mapping[str, Any], steps: int, rules: list[tuple[str, str]]
-) -> optax.GradientTransformation:
+def optimizer(config: Mapping[str, Any], steps: int, rules: list[tuple[str, str]]) -> optax.GradientTransformation:
     """Clip, Adam, decay, per-group rates, schedule: in that order."""
     c = config
 

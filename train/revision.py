@@ -9,9 +9,7 @@ def revision() -> str:
     root = pathlib.Path(__file__).parent.parent
 
     def git(*args: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(root), *args], capture_output=True, text=True, check=True
-        ).stdout
+        return subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, check=True).stdout
 
     try:
         commit = git("rev-parse", "--short=12", "HEAD").strip()

@@ -56,9 +56,7 @@ def prepare(config: ConfigDict) -> Run:
     seed = np.uint32(config.seed)
     boxed = jax.eval_shape(init, seed)
     shardings = sharding.shardings(boxed, mesh, rules)
-    abstract = jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), nn.unbox(boxed), shardings
-    )
+    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), nn.unbox(boxed), shardings)
 
     def on_mesh(function: Callable, **options: Any) -> Callable:
         """Jitted, with the mesh and the axis rules in force while it is traced, and only then."""

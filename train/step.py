@@ -28,9 +28,7 @@ class RunState:
     rollbacks: jax.Array  # int32, returns to an earlier checkpoint
 
 
-def init_state(
-    model: SequenceModel, tx: optax.GradientTransformation, batch: Batch, seed: jax.Array
-) -> RunState:
+def init_state(model: SequenceModel, tx: optax.GradientTransformation, batch: Batch, seed: jax.Array) -> RunState:
     """The state before the first step; parameters still boxed with their logical axis names."""
     params = model.init(jax.random.key(seed), batch["inputs"], batch.get("segments"))["params"]
     zero = jnp.zeros((), jnp.int32)
@@ -38,9 +36,7 @@ def init_state(
     return RunState(seed=jnp.asarray(seed, jnp.uint32), params=params, opt_state=tx.init(params), **counts)
 
 
-def forward(
-    model: SequenceModel, params: Any, batch: Batch, rng: jax.Array | None = None
-) -> tuple[jax.Array, Sums]:
+def forward(model: SequenceModel, params: Any, batch: Batch, rng: jax.Array | None = None) -> tuple[jax.Array, Sums]:
     """Logits, and (sum, count) of loss and accuracy over the batch's weighted targets."""
     logits, _ = model.apply(
         {"params": params},
@@ -107,9 +103,7 @@ def accumulated(gradient, params, batch, rng, count, n):
 
     def add(total, xs):
         i, part = xs
-        part = jax.tree.map(
-            lambda x: nn.with_logical_constraint(x, ("batch",) + (None,) * (x.ndim - 1)), part
-        )
+        part = jax.tree.map(lambda x: nn.with_logical_constraint(x, ("batch",) + (None,) * (x.ndim - 1)), part)
         return jax.tree.map(jnp.add, total, gradient(params, part, jax.random.fold_in(rng, i), count)), None
 
     first = jax.tree.map(lambda x: x[0], micro)
@@ -119,9 +113,7 @@ def accumulated(gradient, params, batch, rng, count, n):
     return total
 
 
-def eval_step(
-    model: SequenceModel, attributes: Mapping[str, tuple[str, ...]]
-) -> Callable[[Any, Batch], Sums]:
+def eval_step(model: SequenceModel, attributes: Mapping[str, tuple[str, ...]]) -> Callable[[Any, Batch], Sums]:
     """Sums over one batch, and accuracy within every bin of every attribute that the task declares."""
 
     def step(params: Any, batch: Batch) -> Sums:
@@ -129,8 +121,7 @@ def eval_step(
         for name, labels in attributes.items():
             bins = batch[f"attr_{name}"].reshape(-1)
             sums[f"accuracy/{name}"] = tuple(
-                jax.ops.segment_sum(values.reshape(-1), bins, len(labels))
-                for values in (hits, batch["weights"])
+                jax.ops.segment_sum(values.reshape(-1), bins, len(labels)) for values in (hits, batch["weights"])
             )
         return sums
 

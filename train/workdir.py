@@ -64,9 +64,7 @@ def open_workdir(path: str | Path) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
-        raise UserError(
-            f"cannot write to workdir {path}: {error.strerror}; give a writable folder"
-        ) from error
+        raise UserError(f"cannot write to workdir {path}: {error.strerror}; give a writable folder") from error
     try:
         # A run of many processes is one run: its first process holds the folder for all of them.
         if jax.process_index() == 0:
@@ -82,9 +80,7 @@ def _lock(lock: int, path: str | Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         holder = os.pread(lock, 200, 0).decode(errors="replace").strip() or "another process"
-        raise UserError(
-            f"workdir {path} is in use by {holder}; stop that run or give another folder"
-        ) from error
+        raise UserError(f"workdir {path} is in use by {holder}; stop that run or give another folder") from error
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise

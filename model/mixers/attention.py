@@ -54,9 +54,7 @@ class Attention(Mixer):
         keys = dict(k=k, v=v, k_positions=ctx.positions, k_segments=ctx.segments)
         if state is not None:
             state = append(state, k, v, ctx)
-            keys = dict(
-                k=state["k"], v=state["v"], k_positions=state["positions"], k_segments=state["segments"]
-            )
+            keys = dict(k=state["k"], v=state["v"], k_positions=state["positions"], k_segments=state["segments"])
         q_segments = ctx.segments
         if q_segments is None and state is not None:
             q_segments = jnp.ones(x.shape[:2], jnp.int32)
@@ -94,7 +92,5 @@ def append(cache: dict[str, jax.Array], k: jax.Array, v: jax.Array, ctx: Context
     segments = jnp.ones((B, L), jnp.int32) if ctx.segments is None else ctx.segments
     new = dict(k=k, v=v, positions=jnp.broadcast_to(ctx.positions, (B, L)), segments=segments)
     start = cache["written"]
-    written = {
-        key: lax.dynamic_update_slice_in_dim(cache[key], value, start, axis=1) for key, value in new.items()
-    }
+    written = {key: lax.dynamic_update_slice_in_dim(cache[key], value, start, axis=1) for key, value in new.items()}
     return dict(**written, written=start + L)

@@ -61,20 +61,14 @@ class Mamba(Mixer):
         past = self.init_state(x.shape[0], 0) if state is None else state
 
         u, z = jnp.moveaxis(dense((2, E), ("embed", None, "inner"), self.dtype, "in")(x), -2, 0)
-        kernel = self.param(
-            "conv", nn.with_logical_partitioning(uniform(W**-0.5), (None, "inner")), (W, E), f
-        )
-        conv_bias = self.param(
-            "conv_bias", nn.with_logical_partitioning(uniform(W**-0.5), ("inner",)), (E,), f
-        )
+        kernel = self.param("conv", nn.with_logical_partitioning(uniform(W**-0.5), (None, "inner")), (W, E), f)
+        conv_bias = self.param("conv_bias", nn.with_logical_partitioning(uniform(W**-0.5), ("inner",)), (E,), f)
         reach = None if ctx.segments is None else ctx.positions
         c = short_conv(u, kernel.astype(self.dtype), past["conv"], reach) + conv_bias.astype(self.dtype)
         c = nn.silu(c)
 
         low, B, C = jnp.split(dense(R + 2 * N, ("inner", None), self.dtype, "x")(c), [R, R + N], axis=-1)
-        dt_kernel = self.param(
-            "dt", nn.with_logical_partitioning(uniform(R**-0.5), (None, "inner")), (R, E), f
-        )
+        dt_kernel = self.param("dt", nn.with_logical_partitioning(uniform(R**-0.5), (None, "inner")), (R, E), f)
         dt_init = nn.with_logical_partitioning(inverse_softplus_dt(self.dt_min, self.dt_max), ("inner",))
         dt = jax.nn.softplus(low.astype(f) @ dt_kernel + self.param("dt_bias", dt_init, (E,), f))
         A = -jnp.exp(self.param("A_log", nn.with_logical_partitioning(log_range, ("inner", None)), (E, N), f))
@@ -86,9 +80,7 @@ class Mamba(Mixer):
             keep = (ctx.positions > 0) | ~real
             dt = jnp.where(real[..., None], dt, 0)
         c = c.astype(f)
-        y, h = selective_scan(
-            c, dt, A, B.astype(f), C.astype(f), past["h"], keep, implementation=self.implementation
-        )
+        y, h = selective_scan(c, dt, A, B.astype(f), C.astype(f), past["h"], keep, implementation=self.implementation)
         y = (y + D * c).astype(self.dtype) * nn.silu(z)
         out = dense(self.width, ("inner", "embed"), self.dtype, "out")(y)
         return out, None if state is None else dict(h=h, conv=conv_tail(u, past["conv"], real))
@@ -109,6 +101,5 @@ class Mamba(Mixer):
     def state_bytes(self, length: int) -> int:
         E = self.expand * self.width
         return E * (
-            self.state * jnp.dtype(wide(self.dtype)).itemsize
-            + (self.conv - 1) * jnp.dtype(self.dtype).itemsize
+            self.state * jnp.dtype(wide(self.dtype)).itemsize + (self.conv - 1) * jnp.dtype(self.dtype).itemsize
         )

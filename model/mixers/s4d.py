@@ -110,18 +110,14 @@ class S4D(Mixer):
             back, _ = self.mix(u[:, ::-1], A, C[1], dt, reverse(ctx), None)
             y = y + back[:, ::-1]
         y = nn.gelu(y + skip * u).astype(self.dtype)
-        value, gate = jnp.moveaxis(
-            dense((2, D), ("embed", None, "mlp"), self.dtype, "out", bias=True)(y), -2, 0
-        )
+        value, gate = jnp.moveaxis(dense((2, D), ("embed", None, "mlp"), self.dtype, "out", bias=True)(y), -2, 0)
         return value * nn.sigmoid(gate), state
 
     def mix(self, u: jax.Array, A: jax.Array, C: jax.Array, dt: jax.Array, ctx: Context, state: State):
         """A convolution where nothing is carried or reset, else the recurrence."""
         plain = state is None and ctx.segments is None
         if self.implementation == "convolution" and not plain:
-            raise UserError(
-                "s4d's convolution cannot carry a state or reset at documents; set implementation=None"
-            )
+            raise UserError("s4d's convolution cannot carry a state or reset at documents; set implementation=None")
         if plain and self.implementation in (None, "convolution"):
             return fft_conv(u, s4d_kernel(A, C, dt, u.shape[1])), None
         h0 = self.init_state(u.shape[0], 0) if state is None else state

@@ -29,7 +29,7 @@ def short_conv(x: jax.Array, kernel: jax.Array, past: jax.Array, reach: jax.Arra
 
 
 def conv_tail(x: jax.Array, past: jax.Array, real: jax.Array | None = None) -> jax.Array:
-    """The `past` of the next call: the last W-1 inputs, padding left out. real: [B, L] bool, padding only at the end."""
+    """The `past` of the next call: the last W-1 inputs, padding left out. real: [B, L] bool, padding at the end."""
     W1, L = past.shape[1], x.shape[1]
     joined = jnp.concatenate([past, x], axis=1)
     if real is None:

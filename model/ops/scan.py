@@ -58,9 +58,7 @@ def states_backward(method, saved, g):
 states_of.defvjp(states_forward, states_backward)
 
 
-def sequential(
-    expand: Expand, contract: Contract, h0: Array, inputs: Inputs, chunk: int
-) -> tuple[Array, Array]:
+def sequential(expand: Expand, contract: Contract, h0: Array, inputs: Inputs, chunk: int) -> tuple[Array, Array]:
     """One token after another, made, applied and read: the definition."""
 
     def step(h, x):

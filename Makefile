@@ -6,16 +6,14 @@ VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(VERSION))
 BIN := $(VENV)/bin
 TESTS ?= tests
 
-.PHONY: quickstart test quick lint setup clean
+.PHONY: quickstart test lint setup clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python -m experiments.reproduce quickstart
 
+# All of it on the default interpreter; on another one a quick slice, which is where versions differ.
 test: $(VENV)/ready-dev
-	$(BIN)/python -m pytest -n 2 --dist loadgroup $(TESTS)
-
-quick: $(VENV)/ready-dev
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m quick $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(if $(filter python3,$(PYTHON)),,-m quick) $(TESTS)
 
 lint: $(VENV)/ready-dev
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """python -m train --config=configs/debug.py --workdir=runs/debug [--config.optim.lr=3e-3 ...]"""
 
+import os
 from collections.abc import Sequence
 
 import jax
@@ -24,10 +25,17 @@ def main(argv: Sequence[str]) -> int:
             )
     resolved = config.load(CONFIG.value, cli.overrides())
     if DISTRIBUTED.value:
-        jax.distributed.initialize()
+        join_hosts()
     cli.use_compilation_cache()
     result = train(resolved, WORKDIR.value)
     return 1 if result is not None and result["status"] == "nonfinite" else 0
+
+
+def join_hosts() -> None:
+    """TPU pods, Slurm and the like say who is who; elsewhere JAX_COORDINATOR_ADDRESS and these variables do."""
+    numbers = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
+    given = {name: int(os.environ[variable]) for name, variable in numbers.items() if variable in os.environ}
+    jax.distributed.initialize(**given)
 
 
 if __name__ == "__main__":

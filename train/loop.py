@@ -1,4 +1,4 @@
-"""A run from start to result: mesh, data, model, state, restore, step, loop."""
+"""A run from start to result: build, open the folder, restore, loop, report."""
 
 import dataclasses
 import math

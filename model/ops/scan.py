@@ -84,7 +84,8 @@ def chunked(
 ) -> tuple[Array, Array]:
     """One chunk after another; the backward pass recomputes the states of one chunk at a time."""
     L = jax.tree.leaves(inputs)[0].shape[0]
-    chunk = min(chunk, L)
+    if L <= chunk:
+        return whole(expand, contract, h0, inputs, chunk, method)
     n = -(-L // chunk)
     fill = n * chunk - L
 

@@ -23,8 +23,7 @@ INITS = {
 
 def zoh(A: jax.Array, dt: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Zero-order hold of `x' = A x + u`: the discrete A and B, `[D, N]`; dt: [D]."""
-    A_bar = jnp.exp(dt[:, None] * A)
-    return A_bar, (A_bar - 1) / A
+    return jnp.exp(dt[:, None] * A), jnp.expm1(dt[:, None] * A) / A
 
 
 def s4d_kernel(A: jax.Array, C: jax.Array, dt: jax.Array, L: int) -> jax.Array:

@@ -225,4 +225,4 @@ def test_config_json_is_the_config(tmp_path):
     assert set(config.model.keys()) >= {"mamba", "attention", "rope"} and "s4d" not in config.model
 
 
-GOLDEN = [4.1563334465026855, 4.1476521492004395]
+GOLDEN = [4.175056457519531, 4.167693138122559]

@@ -13,7 +13,7 @@ quickstart: $(VENV)/ready
 
 # All of it on the default interpreter; on another one a quick slice, which is where versions differ.
 test: $(VENV)/ready-dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(if $(filter python3,$(PYTHON)),,-m quick) $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(if $(filter python3,$(PYTHON)),,-m quick) $(TESTS)
 
 lint: $(VENV)/ready-dev
 	$(BIN)/ruff check .

@@ -1,9 +1,19 @@
-"""Four forced host devices for every test, and a compilation cache shared by all workers."""
+"""Four forced host devices for every test, a compilation cache shared by all workers, and a small text."""
 
 import os
 import tempfile
+
+import numpy as np
+import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 " + os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "longview-test-cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+
+
+@pytest.fixture(scope="session")
+def book(tmp_path_factory):
+    path = tmp_path_factory.mktemp("book") / "book.txt"
+    path.write_bytes(np.random.default_rng(1).integers(32, 127, 3000, dtype=np.uint8).tobytes())
+    return path

@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 from model.errors import UserError
 from train import checkpoint
 from train.checkpoint import MANIFEST, Checkpoints
-from train.workdir import graceful_stop, open_workdir, read_json, write_json
 
 ROOT = Path(__file__).parent.parent
 
@@ -361,76 +360,6 @@ def test_kill_at_any_moment_leaves_the_newest_committed_step_whole(tmp_path):
             assert_same(checkpoint.load(tmp_path, abstract(make_state(0)), step), make_state(step))
     assert newest > 3
     assert rubble > 0  # else no kill hit a save and nothing was shown
-
-
-HOLD = """
-import sys, time
-from train.workdir import open_workdir
-with open_workdir(sys.argv[1]):
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
-def test_a_workdir_has_one_owner(tmp_path):
-    child = start(HOLD, tmp_path / "run")
-    try:
-        assert child.stdout.readline() == "held\n"
-        with pytest.raises(UserError, match=f"in use by pid {child.pid} "), open_workdir(tmp_path / "run"):
-            pass
-    finally:
-        child.kill()  # as abrupt as a crash, and yet no stale lock
-        child.wait()
-        child.stdout.close()
-    with open_workdir(tmp_path / "run") as folder:
-        assert folder == tmp_path / "run"
-    with open_workdir(tmp_path / "run"):  # free again after the block
-        pass
-
-
-@pytest.mark.quick
-def test_workdir_mistakes_are_told(tmp_path):
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file", tmp_path / "file/below", "/proc/run"):
-        with pytest.raises(UserError, match=f"cannot write to workdir {path}"), open_workdir(path):
-            pass
-    with pytest.raises(UserError, match="mount the bucket"), open_workdir("gs://bucket/run"):
-        pass
-
-
-@pytest.mark.quick
-def test_json_is_replaced_whole(tmp_path, monkeypatch):
-    path = tmp_path / "a.json"
-    write_json(path, {"a": [1, 2.5, "x"]})
-    assert read_json(path) == {"a": [1, 2.5, "x"]}
-
-    def crash(*args):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "replace", crash)
-        with pytest.raises(KeyboardInterrupt):
-            write_json(path, {"b": 1})
-    assert read_json(path) == {"a": [1, 2.5, "x"]}
-    path.write_text("{")
-    with pytest.raises(UserError, match=r"a\.json is not valid JSON"):
-        read_json(path)
-    with pytest.raises(UserError, match=r"cannot read .*b\.json: No such file"):
-        read_json(tmp_path / "b.json")
-
-
-@pytest.mark.quick
-def test_signals_ask_and_then_insist():
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    for first in (signal.SIGTERM, signal.SIGINT):
-        with graceful_stop() as stop_requested:
-            assert not stop_requested(1)
-            os.kill(os.getpid(), first)
-            assert stop_requested(2) and stop_requested(3)
-            os.kill(os.getpid(), signal.SIGTERM)  # schedulers repeat themselves
-            with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGINT)
-        assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
 TWO_PROCESSES = """

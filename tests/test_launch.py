@@ -1,0 +1,158 @@
+"""Launching runs, with a stand-in for training that keeps to the same files."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments import campaign, folders, launch, progress, rows
+from experiments.launch import Event, Job, local
+from experiments.runs import Run
+from tests.test_experiments import wait_until
+
+ROOT = Path(__file__).parent.parent
+DEBUG = "configs/debug.py"
+
+STAND_IN = """
+import fcntl, json, pathlib, signal, sys, time
+folder, how, seconds = pathlib.Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+lock = open(folder / ".lock", "w")
+fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def stop(*_):
+    (folder / "saved").touch()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+with open(folder.parent / "alive.txt", "a") as alive:
+    alive.write("+")
+    alive.flush()
+    time.sleep(seconds)
+    alive.write("-")
+if how == "crash":
+    sys.exit("first line\\nit broke")
+if how == "leave":
+    sys.exit(0)
+result = {"status": "finished", "seed": 0, "metrics": {}, "config_hash": sys.argv[4]}
+(folder / "result.json").write_text(json.dumps(result))
+"""
+
+
+def job(out: Path, name: str, how: str = "finish", seconds: float = 0.2, config: str = "abc") -> Job:
+    folders.claim(out / name, Run(DEBUG, {"seed": 0}, {"name": name}), "abc")
+    return Job(name, [sys.executable, "-c", STAND_IN, str(out / name), how, str(seconds), config], out / name)
+
+
+def outcome(events) -> dict[str, tuple[str, str]]:
+    """Each job's last word."""
+    return {event.name: (event.kind, event.detail) for event in events if event.kind != "tick"}
+
+
+def test_runs_are_skipped_finished_or_failed_and_one_failure_stops_nothing(tmp_path):
+    done = job(tmp_path, "done")
+    folders.write_json(done.folder / "result.json", {"status": "finished", "config_hash": "abc"})
+    jobs = [
+        done,
+        job(tmp_path, "a"),
+        job(tmp_path, "b", "crash"),
+        job(tmp_path, "c", "leave"),
+        job(tmp_path, "d"),
+    ]
+    result = outcome(local(jobs, 2))
+    assert {name: kind for name, (kind, _) in result.items()} == {
+        "done": "skip",
+        "a": "done",
+        "b": "fail",
+        "c": "fail",
+        "d": "done",
+    }
+    assert result["b"][1] == "it broke"
+    assert "before its last step" in result["c"][1]
+    marks = (tmp_path / "alive.txt").read_text()
+    assert marks.count("+") == 4
+    assert max(marks[:i].count("+") - marks[:i].count("-") for i in range(len(marks) + 1)) == 2
+    # The next call tries again what failed, and a row keeps the reason until then.
+    assert rows.row_of(tmp_path / "b")["error"] == "it broke"
+    assert outcome(local([job(tmp_path, "b"), done], 1)) == {"b": ("done", ""), "done": ("skip", "")}
+    assert rows.row_of(tmp_path / "b")["status"] == "finished"
+
+
+def test_a_result_of_another_config_is_a_failure(tmp_path):
+    """As when a config file is edited while a sweep that read it is running."""
+    result = outcome(local([job(tmp_path, "a"), job(tmp_path, "b", config="def")], 2))
+    assert result == {"a": ("done", ""), "b": ("fail", launch.STRAYED)}
+    assert [row["status"] for row in rows.collect(tmp_path)] == ["finished", "failed"]
+
+
+def test_a_killed_run_says_so(tmp_path):
+    long = job(tmp_path, "long", seconds=60)
+    events = local([long], 1)
+    while not (tmp_path / "alive.txt").exists():
+        next(events)
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    (child,) = [int(pid) for pid in children if _runs(int(pid), str(long.folder))]
+    os.kill(child, signal.SIGKILL)
+    assert outcome(events) == {"long": ("fail", "killed by SIGKILL")}
+
+
+def _runs(pid: int, word: str) -> bool:
+    return word in Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def test_a_run_that_another_process_trains_is_waited_for(tmp_path):
+    taken = job(tmp_path, "taken", seconds=1.5)
+    with subprocess.Popen(taken.command) as other:
+        wait_until(lambda: folders.in_use(taken.folder))
+        seen = [event.kind for event in local([taken, job(tmp_path, "free")], 2) if event.name == "taken"]
+    assert other.returncode == 0
+    assert set(seen[:-1]) == {"wait"}
+    assert seen[-1] == "done"
+    assert not folders.in_use(taken.folder)
+
+
+def test_a_run_that_loses_the_race_for_its_folder_is_not_a_failure(tmp_path):
+    folder = job(tmp_path, "late").folder
+    (folder / "log.txt").write_text("error: workdir x is in use by pid 7 on host; stop that run\n")
+    assert launch.ended(Job("late", [], folder), 2).kind == "wait"
+    (folder / "log.txt").write_text("error: unknown config key\n")
+    assert launch.ended(Job("late", [], folder), 2).kind == "fail"
+
+
+def test_a_signal_lets_every_run_save_and_none_start(tmp_path):
+    jobs = [job(tmp_path, name, seconds=60) for name in "abc"]
+    folders.write_json(tmp_path / "a" / "failed.json", {"code": 1, "error": "an earlier try"})
+    kinds = []
+    for event in local(jobs, 2):
+        kinds.append((event.kind, event.name, event.detail))
+        if event.kind == "tick" and (tmp_path / "alive.txt").exists():
+            wait_until(lambda: (tmp_path / "alive.txt").read_text() == "++")
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert kinds[-1] == ("stop", "", "SIGTERM")
+    assert [(tmp_path / name / "saved").exists() for name in "abc"] == [True, True, False]
+    assert not any(folders.in_use(tmp_path / name) for name in "abc")
+    assert rows.row_of(tmp_path / "a")["status"] == "missing"
+
+
+@pytest.mark.quick
+def test_cores_are_shared_out():
+    cores = list(range(8))
+    shares = [launch.share(cores, slot, 3) for slot in range(3)]
+    assert sorted(core for share in shares for core in share) == cores
+    assert min(map(len, shares)) >= 2
+    assert launch.share(cores, 11, 12) == cores
+
+
+@pytest.mark.quick
+def test_progress_counts(tmp_path, capsys):
+    events = [Event("skip", "a"), Event("start", "b"), Event("start", "c"), Event("tick"), Event("wait", "d")]
+    events += [Event("wait", "d"), Event("done", "b"), Event("fail", "c", "it broke"), Event("done", "d")]
+    tally = progress.follow(iter(events), tmp_path, total=4)
+    assert (tally.done, tally.skipped, tally.failed) == (["b", "d"], ["a"], {"c": "it broke"})
+    assert campaign.exit_code(tally) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert sum("wait" in line for line in printed) == 1
+    assert printed[-2:] == [
+        "4 runs: 2 done, 1 finished before, 1 failed",
+        f"failed: {tmp_path / 'c'}: it broke",
+    ]

@@ -15,7 +15,7 @@ from model.mixers.s4d import INITS, s4d_kernel
 from model.ops.attention import IMPLEMENTATIONS, attention
 from model.ops.conv import fft_conv, short_conv
 from model.ops.scan import IMPLEMENTATIONS as SCANS
-from model.ops.scan import linear_scan
+from model.ops.scan import linear_scan, selective_scan
 from model.positions import ALiBi, Rope, Sinusoidal, alibi_slopes
 
 
@@ -108,6 +108,25 @@ def test_scan_gradients_reach_the_first_state(implementation):
     grad = jax.jit(jax.grad(objective, argnums=(0, 1, 2)), static_argnums=3)
     for got, want in zip(grad(a, b, h0, implementation), grad(a, b, h0, "sequential"), strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=1e-4)
+
+
+def test_the_chunked_selective_scan_never_holds_all_states():
+    """Its memory is that of inputs and outputs and one chunk of states, not of L x N."""
+    B, L, E, N = 1, 4096, 8, 64
+
+    def memory(implementation):
+        def objective(x, dt, A, B, C):
+            return jnp.sum(selective_scan(x, dt, A, B, C, jnp.zeros((1, E, N)), implementation=implementation)[0])
+
+        shapes = [(B, L, E), (B, L, E), (E, N), (B, L, N), (B, L, N)]
+        arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        compiled = jax.jit(jax.grad(objective, argnums=range(5))).lower(*arguments).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    states = 4 * B * L * E * N
+    assert memory("associative") > states
+    for implementation in ("chunked", "chunked_serial"):
+        assert memory(implementation) < states / 2, implementation
 
 
 @pytest.mark.quick

@@ -208,6 +208,31 @@ def test_resuming_with_another_config(tmp_path, capsys):
     assert configs.load(str(tmp_path / "config.json")).to_dict() == load(*SHORT, ("steps", "16")).to_dict()
 
 
+def test_resuming_on_other_data(tmp_path):
+    book = tmp_path / "book.txt"
+    book.write_text("a line of text\n" * 400)
+    config = load(*SHORT, ("data.task", "text"), ("data.text.path", str(book)), ("data.text.length", "16"))
+    train(config, str(tmp_path / "run"))
+    book.write_text("another line\n" * 400)
+    with pytest.raises(UserError, match="the data of task text has changed"):
+        train(config, str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_a_classifier_trains_on_padded_documents(mixer):
+    choice = [("model.mixers", mixer), ("model.position", "none")]
+    short = [
+        ("data.listops." + k, v) for k, v in dict(length="32", max_depth="4", min_length="5", max_length="32").items()
+    ]
+    run = prepare(configs.load("configs/listops.py", [*choice, *short, ("model.width", "16"), ("batch_size", "16")]))
+    state, losses = run.init(), []
+    batch = pipeline.batch_at(run.task, 0, "train", 16, 0)
+    for _ in range(8):
+        state, sums = run.train_step(state, sharding.put_batch(batch, run.mesh))
+        losses.append(float(sums["loss"][0]) / 16)
+    assert losses[-1] < losses[0] < 3.5
+
+
 def test_named_architectures_build_and_match_in_size():
     sizes = {}
     for arch, task in itertools.product(archs.ARCHS, ("mqar", "selective_copying", "induction")):

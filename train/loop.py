@@ -31,7 +31,7 @@ def train(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
     """Trains until done and returns the result row; None if stopped by a signal, with all that was done saved."""
     run = prepare(config)
     with open_workdir(workdir) as folder:
-        done = open_run(config, folder)
+        done = open_run(run, folder)
         if done is not None:
             print(f"{workdir} is finished already: {done['status']} after {done['steps']} steps")
             return done
@@ -39,11 +39,16 @@ def train(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
             return loop(run, folder, checkpoints)
 
 
-def open_run(config: ConfigDict, folder: Path) -> dict[str, Any] | None:
-    """Checks the folder against this config and writes it there; the result, if there is nothing left to do."""
-    file, result = folder / "config.json", folder / "result.json"
+def open_run(run: Run, folder: Path) -> dict[str, Any] | None:
+    """Checks the folder against this run and signs it; the result, if there is nothing left to do."""
+    config, fingerprint = run.config, run.task.fingerprint(run.config.data.seed)
+    file, data, result = folder / "config.json", folder / "data.json", folder / "result.json"
     if file.exists():
         refuse_changes(configs.changes(ConfigDict(configs.tuples(read_json(file))), config), config, folder)
+    if data.exists() and read_json(data)["fingerprint"] != fingerprint:
+        raise UserError(
+            f"the data of task {run.task.name} has changed since {folder} was started; give another --workdir"
+        )
     if result.exists():
         done = read_json(result)
         if done["status"] != "nonfinite" and done["config_hash"] == configs.digest(config):
@@ -52,6 +57,7 @@ def open_run(config: ConfigDict, folder: Path) -> dict[str, Any] | None:
             result.unlink()
     if jax.process_index() == 0:
         write_json(file, config.to_dict())
+        write_json(data, {"task": run.task.name, "fingerprint": fingerprint})
     return None
 
 

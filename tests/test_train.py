@@ -233,7 +233,7 @@ def test_a_classifier_trains_on_padded_documents(mixer):
     assert losses[-1] < losses[0] < 3.5
 
 
-def test_named_architectures_build_and_match_in_size():
+def test_named_architectures_build_at_comparable_size():
     sizes = {}
     for arch, task in itertools.product(archs.ARCHS, ("mqar", "selective_copying", "induction")):
         run = prepare(configs.load(f"configs/synthetic.py:task={task},arch={arch}"))

@@ -74,6 +74,16 @@ def test_parameters_really_are_sharded():
     assert kernel.addressable_shards[0].data.shape == (2, 16, 2, 8)
 
 
+@pytest.mark.quick
+def test_what_the_mesh_cannot_share_out_is_refused():
+    with pytest.raises(UserError, match=r"batch_size 6 .* mesh.data x mesh.fsdp = 4; closest that does: 8"):
+        prepare(load(("batch_size", "6")))
+    with pytest.raises(UserError, match=r"length 18 does not divide over mesh.sequence = 4"):
+        prepare(load(("data.mqar.length", "18"), ("mesh.data", "1"), ("mesh.sequence", "4")))
+    with pytest.raises(UserError, match="at most one may be -1"):
+        prepare(load(("mesh.tensor", "-1")))
+
+
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("position", POSITIONS)
 def test_every_parameter_is_in_exactly_one_group(mixer, position):

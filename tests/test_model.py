@@ -112,7 +112,7 @@ def test_scan_gradients_reach_the_first_state(implementation):
 
 def test_the_chunked_selective_scan_never_holds_all_states():
     """Its memory is that of inputs and outputs and one chunk of states, not of L x N."""
-    B, L, E, N = 1, 4096, 8, 64
+    B, L, E, N = 1, 4096, 64, 16
 
     def memory(implementation):
         def objective(x, dt, A, B, C):

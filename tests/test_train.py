@@ -221,7 +221,8 @@ def test_resuming_with_another_config(tmp_path, capsys):
 def test_resuming_on_other_data(tmp_path):
     book = tmp_path / "book.txt"
     book.write_text("a line of text\n" * 400)
-    config = load(*SHORT, ("data.task", "text"), ("data.text.path", str(book)), ("data.text.length", "16"))
+    text = [("data.task", "text"), ("data.text.path", str(book)), ("data.text.length", "16")]
+    config = configs.load(DEBUG, [*SHORT, *text, ("model.width", "16")])
     train(config, str(tmp_path / "run"))
     book.write_text("another line\n" * 400)
     with pytest.raises(UserError, match="the data of task text has changed"):

@@ -144,10 +144,9 @@ def tuples(value: Any) -> Any:
     return value
 
 
-def digest(config: ConfigDict, without: Iterable[str] = ()) -> str:
+def digest(config: ConfigDict) -> str:
     """A short hash of everything in the config."""
-    flat = {k: v for k, v in flatten(config).items() if k not in set(without)}
-    return hashlib.sha256(json.dumps(flat, sort_keys=True).encode()).hexdigest()[:12]
+    return hashlib.sha256(json.dumps(flatten(config), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def changes(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:

@@ -1,4 +1,4 @@
-"""Four forced host devices for every test, a compilation cache shared by all workers, and a small text."""
+"""Eight forced host devices for every test, a compilation cache shared by all workers, and a small text."""
 
 import os
 import tempfile
@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4 " + os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8 " + os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "longview-test-cache"))
+os.environ.setdefault("PJRT_NPROC", "64")  # as in train.cli.widen_thread_pool
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 

@@ -16,6 +16,7 @@ OVERRIDES = flags.DEFINE_multi_string("override", [], "KEY=VALUE in the config; 
 def run(main: Callable[[Sequence[str]], int | None]) -> None:
     """Parses flags, runs `main(argv)` and exits with its return value (None: 0)."""
     logging.set_verbosity(logging.WARNING)  # --verbosity changes it
+    widen_thread_pool()
     try:
         app.run(main, flags_parser=parse_flags)
     except UserError as error:
@@ -51,6 +52,12 @@ def rewrite(argv: Sequence[str]) -> list[str]:
             word = f"--override={key}={value}"
         out.append(word)
     return out
+
+
+def widen_thread_pool() -> None:
+    """Gives XLA threads to spare when a CPU plays many devices: each collective in flight blocks one per device."""
+    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
+        os.environ.setdefault("PJRT_NPROC", "64")
 
 
 def overrides() -> list[tuple[str, str]]:

@@ -6,14 +6,18 @@ VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(VERSION))
 BIN := $(VENV)/bin
 TESTS ?= tests
 
-.PHONY: quickstart test lint setup clean
+.PHONY: quickstart test parity lint setup clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python -m experiments.reproduce quickstart
 
 # All of it on the default interpreter; on another one a quick slice, which is where versions differ.
 test: $(VENV)/ready-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(if $(filter python3,$(PYTHON)),,-m quick) $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/parity $(if $(filter python3,$(PYTHON)),,-m quick) $(TESTS)
+
+# The same weights in torch and transformers give the same outputs and gradients.
+parity: $(VENV)/ready-parity
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests/parity
 
 lint: $(VENV)/ready-dev
 	$(BIN)/ruff check .
@@ -32,6 +36,10 @@ $(VENV)/ready: requirements.txt $(VENV)/bin/python
 
 $(VENV)/ready-dev: requirements-dev.txt $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@touch $@
+
+$(VENV)/ready-parity: requirements-parity.txt $(VENV)/ready-dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-parity.txt
 	@touch $@
 
 clean:

@@ -16,6 +16,7 @@ def get_config() -> ConfigDict:
     c.log_every = 10  # steps between lines in metrics.jsonl
     c.eval_every = 200  # 0: only at the end
     c.eval_batches = 8  # batches per evaluation; 0: the whole split, where it is finite
+    c.test_lengths = ()  # also test at these lengths, after training
     c.checkpoint_every = 200  # 0: only at the end
     c.keep = 2  # newest checkpoints kept, besides the best
     c.best = "accuracy"  # validation metric that names the best checkpoint: accuracy or loss

@@ -2,6 +2,7 @@
 
     python -m eval --workdir=runs/a [--split=test] [--step=latest] [--config.data.mqar.length=128 ...]
     python -m eval --workdir=runs/a --suite=generate --prompt="Once upon a" [--tokens=200] [--temperature=0.8]
+    python -m eval --workdir=runs/a --suite=attention [--examples=8] [--prompt="1 9 2 10 1"]
 
 Overrides change what the model is asked, not what it is: `--config.eval_batches=0` takes all of a finite
 split, `--config.batch_size` and `--config.mesh.fsdp` fit it to this machine.
@@ -22,9 +23,13 @@ WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.")
 SUITE = flags.DEFINE_string("suite", "accuracy", f"What to ask: {', '.join(SUITES)}.")
 STEP = flags.DEFINE_string("step", "latest", "The checkpoint: a step, best or latest.")
 OPTIONS = (
-    flags.DEFINE_string("split", "test", "accuracy: train, validation or test."),
+    flags.DEFINE_string("split", "test", "accuracy, attention: train, validation or test."),
+    flags.DEFINE_integer("examples", 1, "attention: how many, from the first of the split on."),
     flags.DEFINE_string(
-        "prompt", "", "generate: text, or token ids with blanks between them; none starts a line of text."
+        "prompt",
+        "",
+        "generate, attention: text, or token ids with blanks between them; "
+        "without it a line of text starts, or the split is looked at.",
     ),
     flags.DEFINE_integer("tokens", 200, "generate: how many."),
     flags.DEFINE_float("temperature", 1.0, "generate: below 1 sharper, above 1 flatter, 0 the likeliest."),

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 
 from eval.accuracy import accuracy
+from eval.attention import attention
 from eval.continuation import continuation
 
 SUITES: dict[str, Callable[..., None]] = {
     "accuracy": accuracy,
+    "attention": attention,
     "generate": continuation,
 }

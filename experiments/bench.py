@@ -2,57 +2,91 @@
 
     python -m experiments.bench loop      share of training's wall time that is not the compiled step
     python -m experiments.bench startup   seconds to the first step, at the first and at the second start
+    python -m experiments.bench attention time and memory of attention beside its peers
 
-Both take --config=FILE (default: the quickstart's architectures), --config.KEY=VALUE and --out=FILE.
+The first two take --config=FILE (default: the quickstart's architectures) and --config.KEY=VALUE; all take --out=FILE,
+where rows go as JSON lines, and for attention a table beside them as FILE.md.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
+import jax
 from absl import flags
 
-from experiments import overhead, startup
+from experiments import attention_speed, overhead, startup
 from experiments.runs import read_value
 from experiments.tables import TABLES
 from model.errors import UserError, choose
 from train import cli
+from train.revision import revision
 
 CONFIG = flags.DEFINE_multi_string("config", [], "Config file, with its argument if any; may be repeated.")
 STEPS = flags.DEFINE_integer("steps", 500, "loop: steps in a round.")
-ROUNDS = flags.DEFINE_integer("rounds", 3, "loop: times that the loop and the step alone take turns.")
+ROUNDS = flags.DEFINE_integer("rounds", 3, "loop, attention: times that each contender has its turn.")
 OUT = flags.DEFINE_string("out", None, "File for the measurements, a line of JSON each.")
 
 
-def bench_loop(spec: str) -> tuple[dict, str]:
-    row = overhead.measure(spec, cli.overrides(), STEPS.value, ROUNDS.value)
-    spread = f"{row['lowest']:.1%} to {row['highest']:.1%}"
-    times = f"step {row['step_ms']:.2f} ms alone, {row['loop_ms']:.2f} ms in the loop"
-    return row, f"{row['overhead']:.1%} overhead ({spread}): {times}"
+def bench_loop() -> Iterator[tuple[dict, str]]:
+    for spec in specs():
+        row = overhead.measure(spec, cli.overrides(), STEPS.value, ROUNDS.value)
+        spread = f"{row['lowest']:.1%} to {row['highest']:.1%}"
+        times = f"step {row['step_ms']:.2f} ms alone, {row['loop_ms']:.2f} ms in the loop"
+        yield {"config": spec, **row}, f"{spec}: {row['overhead']:.1%} overhead ({spread}): {times}"
 
 
-def bench_startup(spec: str) -> tuple[dict, str]:
-    row = startup.measure(spec, {key: read_value(text) for key, text in cli.overrides()})
-    return row, f"first {row['first_s']:.1f} s, second {row['second_s']:.1f} s, ratio {row['ratio']:.2f}"
+def bench_startup() -> Iterator[tuple[dict, str]]:
+    for spec in specs():
+        row = startup.measure(spec, {key: read_value(text) for key, text in cli.overrides()})
+        times = f"first {row['first_s']:.1f} s, second {row['second_s']:.1f} s, ratio {row['ratio']:.2f}"
+        yield {"config": spec, **row}, f"{spec}: {times}"
 
 
-BENCHES: dict[str, Callable[[str], tuple[dict, str]]] = {"loop": bench_loop, "startup": bench_startup}
+def bench_attention() -> Iterator[tuple[dict, str]]:
+    for row in attention_speed.measure(ROUNDS.value):
+        times = f"{row['forward_ms']:.2f} ms, with gradient {row['gradient_ms']:.2f} ms, {row['temp_mib']:,.0f} MiB"
+        yield row, f"n {row['n']}, {row['case']}, {row['contender']}: {times}"
+
+
+def specs() -> list[str]:
+    """The configs asked for, or the quickstart's architectures on its first task."""
+    table = TABLES["quickstart"].runs("small")
+    one_task = [run.config for run in table if run.labels["task"] == table[0].labels["task"]]
+    return CONFIG.value or list(dict.fromkeys(one_task))
+
+
+BENCHES: dict[str, Callable[[], Iterator[tuple[dict, str]]]] = {
+    "loop": bench_loop,
+    "startup": bench_startup,
+    "attention": bench_attention,
+}
 
 
 def main(argv: list[str]) -> None:
     if len(argv) != 2:
         raise UserError(f"bench takes one measurement; choose from {', '.join(BENCHES)}")
     bench = choose("measurement", argv[1], BENCHES)
-    table = TABLES["quickstart"].runs("small")
-    one_task = [run.config for run in table if run.labels["task"] == table[0].labels["task"]]
-    lines = []
-    for spec in CONFIG.value or dict.fromkeys(one_task):
-        row, text = bench(spec)
-        print(f"{spec}: {text}", flush=True)
-        lines.append(json.dumps({"bench": argv[1], "config": spec, **row}, sort_keys=True))
+    rows = []
+    for row, text in bench():
+        print(text, flush=True)
+        rows.append({"bench": argv[1], **row, **provenance()})
     if OUT.value:
-        Path(OUT.value).parent.mkdir(parents=True, exist_ok=True)
-        Path(OUT.value).write_text("\n".join(lines) + "\n")
+        out = Path(OUT.value)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
+        if argv[1] == "attention":
+            out.with_suffix(".md").write_text(attention_speed.table(rows))
+
+
+def provenance() -> dict[str, str]:
+    return {
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "revision": revision(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
 
 
 if __name__ == "__main__":

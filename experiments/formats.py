@@ -4,6 +4,7 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich import box
 from rich.console import Group
@@ -34,7 +35,9 @@ def arrange(sheet: Sheet) -> Arrangement:
 
     header = [plain(key) for key in layout.by]
     for column, has_published in zip(sheet.columns, quoted, strict=True):
-        name = what if column is None else f"{plain(column)}: {what}" if len(sheet.columns) == 1 else plain(column)
+        name = _heading(column, layout.across)
+        if len(sheet.columns) == 1:
+            name = f"{name}: {what}" if name else what
         header += [name, "published"] if has_published else [name]
     header += ["failed seeds", "params", "state bytes", "steps/s"]
 
@@ -47,8 +50,9 @@ def arrange(sheet: Sheet) -> Arrangement:
                 published = cell.published if cell else None
                 texts.append(f"{_number(published.value, sheet)} [{sources[published.source]}]" if published else "")
         known = [cell for cell in cells if cell]
-        seeds = sum(cell.summary.n + cell.summary.failed for cell in known)
-        texts.append(f"{sum(cell.summary.failed for cell in known)} of {seeds}")
+        runs = {run for cell in known for run in cell.runs}
+        failed = {run for cell in known for run in cell.failed}
+        texts.append(f"{len(failed)} of {len(runs)}")
         body.append(texts + [_costs(known, cost) for cost in COSTS])
     for name, spans in sheet.baselines.items():
         texts = [name, *[""] * (len(layout.by) - 1)]
@@ -58,8 +62,11 @@ def arrange(sheet: Sheet) -> Arrangement:
 
     scores = f"{what[0].upper()}{what[1:]}; {SPREAD}"
     tuned = [f"{', '.join(layout.tuned)} chosen on the validation split"] if layout.tuned else []
-    notes = [". ".join([scores, *tuned, sheet.provenance]) + "."]
+    lengths = ", ".join(map(str, sheet.trained))
+    trained = [f"Trained at length {lengths}; blank: a length that the model cannot place"] if lengths else []
+    notes = [". ".join([scores, *tuned, *trained, sheet.provenance]) + "."]
     notes += [f"[{number}] {source}" for source, number in sources.items()]
+    notes += [layout.note] if layout.note else []
     numeric = [False] * len(layout.by) + [True] * (len(header) - len(layout.by))
     return Arrangement(header, body, numeric, notes)
 
@@ -158,6 +165,11 @@ def terminal(sheet: Sheet, width: int) -> Group:
     return Group(Text(sheet.layout.title, style="bold"), *shown, Text("\n".join(table.notes)))
 
 
+def _heading(column: Any, across: str | None) -> str:
+    """A number says nothing without its label."""
+    return "" if column is None else f"{across} {column}" if isinstance(column, int | float) else plain(column)
+
+
 def _score(cell: Cell | None, sheet: Sheet) -> str:
     if cell is None:
         return ""
@@ -173,7 +185,9 @@ def _percent(sheet: Sheet) -> bool:
 
 
 def _number(value: float, sheet: Sheet) -> str:
-    return f"{100 * value:.1f}" if _percent(sheet) else f"{value:.4g}"
+    if _percent(sheet):
+        return f"{100 * value:.1f}"
+    return f"{value:.3f}" if sheet.layout.metric.endswith("loss") else f"{value:.4g}"
 
 
 def _costs(cells: Sequence[Cell], cost: str) -> str:

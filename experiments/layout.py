@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from experiments.rows import Row, Summary, best, check_labels, check_metric, group, summarise, varying
+from experiments.rows import Row, Summary, best, check_labels, check_metric, group, summarise, unfold, varying
 from model.errors import UserError
 
 COSTS = ("params", "state_bytes", "steps_per_s")
@@ -19,7 +19,7 @@ class Published:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a table shows."""
+    """What a table shows. A label `length` that no run has stands for the lengths that each was tested at."""
 
     metric: str
     by: tuple[str, ...]  # labels that name its lines
@@ -28,6 +28,7 @@ class Layout:
     order: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # label -> values as they should stand
     published: Mapping[tuple[str, ...], Published] = field(default_factory=dict)  # (*by, across) values -> number
     title: str = ""
+    note: str = ""  # stands below
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Cell:
     seeds: tuple[tuple[Any, float], ...]  # (seed, score) of those that count
     costs: Mapping[str, float]  # mean over those seeds
     published: Published | None
+    runs: frozenset[str]  # by name
+    failed: frozenset[str]  # those of them without a number
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Sheet:
     lines: Mapping[tuple, tuple[Cell | None, ...]]  # by-values -> one cell per column; None: never asked for
     baselines: Mapping[str, tuple[tuple[float, float] | None, ...]]  # name -> lowest, highest per column
     provenance: str
+    trained: tuple[int, ...] = ()  # lengths of training, where those of testing are shown
 
 
 def sheet(rows: Sequence[Row], layout: Layout) -> Sheet:
@@ -52,6 +56,8 @@ def sheet(rows: Sequence[Row], layout: Layout) -> Sheet:
     if not rows:
         raise UserError("no rows to report on; give the folder or the rows of a sweep")
     keys = [*layout.by, *([layout.across] if layout.across else [])]
+    lengths = "length" in keys and not any("length" in row["labels"] for row in rows)
+    rows = unfold(rows) if lengths else rows
     check_labels(rows, [*keys, *layout.tuned])
     check_metric(rows, layout.metric)
     kept = best(rows, layout.tuned, layout.metric) if layout.tuned else list(rows)
@@ -66,7 +72,8 @@ def sheet(rows: Sequence[Row], layout: Layout) -> Sheet:
     for line in _lines(places, layout):
         at = [(*line, column) if layout.across else line for column in columns]
         lines[line] = tuple(_cell(places[place], place, layout) if place in places else None for place in at)
-    return Sheet(layout, columns, lines, _baselines(kept, columns, layout), _provenance(rows))
+    trained = sorted({row["length"] for row in kept if "length" in row}) if lengths else ()
+    return Sheet(layout, columns, lines, _baselines(kept, columns, layout), _provenance(rows), tuple(trained))
 
 
 def span(values: Iterable[float | None]) -> tuple[float, float] | None:
@@ -91,6 +98,8 @@ def _cell(rows: Sequence[Row], place: tuple, layout: Layout) -> Cell:
         seeds=tuple((row["seed"], row["metrics"][layout.metric]) for row in counted),
         costs={cost: fmean(found) for cost, found in costs.items() if found},
         published=layout.published.get(tuple(map(plain, place))),
+        runs=frozenset(row["run"] for row in rows),
+        failed=frozenset(row["run"] for row in rows) - {row["run"] for row in counted},
     )
 
 
@@ -133,4 +142,5 @@ def _provenance(rows: Sequence[Row]) -> str:
         return ", ".join(dict.fromkeys(str(row[key]) for row in rows if row.get(key)))
 
     parts = [("device", all_of("device")), ("jax", all_of("jax")), ("revision", all_of("revision"))]
-    return "; ".join([f"{len(rows)} runs", *(f"{name} {value}" for name, value in parts if value)])
+    runs = len({row["run"] for row in rows})
+    return "; ".join([f"{runs} runs", *(f"{name} {value}" for name, value in parts if value)])

@@ -15,6 +15,7 @@ from configs.archs import ARCHS
 from experiments.tables import TABLES
 from model.errors import UserError
 from model.mixers import MIXERS
+from model.ops.attention import IMPLEMENTATIONS, support_matrix
 from model.positions import POSITIONS
 from train import cli
 from train import config as configs
@@ -25,10 +26,22 @@ def catalogue() -> dict[str, dict[str, str]]:
     return {
         "mixers (model.mixers)": {name: first_line(mixer) for name, mixer in sorted(MIXERS.items())},
         "positions (model.position)": {name: first_line(position) for name, position in sorted(POSITIONS.items())},
+        "attention (model.attention.implementation)": {n: can.summary for n, can in IMPLEMENTATIONS.items()},
+        "what each attention implementation serves": served(),
         "tasks (data.task)": {name: first_line(task) for name, task in sorted(data.TASKS.items())},
         "architectures (arch=...)": {name: settings(arch) for name, arch in ARCHS.items()},
         "configs (--config=...)": config_files(Path("configs")),
         "tables (experiments.reproduce)": {name: table.description for name, table in TABLES.items()},
+    }
+
+
+def served() -> dict[str, str]:
+    """Feature or requirement -> one column per implementation, under a line of their names."""
+    table = {"": {name: name for name in IMPLEMENTATIONS}} | support_matrix()
+    widths = [max(len(line[name]) for line in table.values()) for name in IMPLEMENTATIONS]
+    return {
+        what: "  ".join(f"{cell:{width}}" for cell, width in zip(line.values(), widths, strict=True)).rstrip()
+        for what, line in table.items()
     }
 
 

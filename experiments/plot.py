@@ -1,5 +1,8 @@
-"""Sheet -> picture: one panel per column; dots for words, lines where the last label is a number."""
+"""Sheet -> picture: one panel per column, dots for words and lines where the last label is a number; one panel of
+lines where the columns are numbers.
+"""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +13,35 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from experiments.layout import Sheet, plain
+from experiments.rows import Summary
 
 # Okabe and Ito's palette, told apart with every common kind of colour blindness; yellow left out on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX"
+STROKES = ("-", "--", ":")  # for the colours' first, second and third turn
 GREY = "#777777"
+
+Curves = dict[str, list[tuple[float, Summary]]]  # name -> points
 
 
 def plot(sheet: Sheet, path: Path) -> None:
-    numeric = all(isinstance(line[-1], int | float) for line in sheet.lines)
-    panel = _lines if numeric else _dots
-    names = {line[:-1] if numeric else line for line in sheet.lines}
-    height = 3.2 if numeric else 1.1 + 0.32 * len(names)
-    size = (max(1.2 + 2.9 * len(sheet.columns), 4.5), height)
+    numeric = _numbers(line[-1] for line in sheet.lines)
+    across = not numeric and len(sheet.columns) > 1 and _numbers(sheet.columns)
+    panels = [None] if across else sheet.columns
+    height = 4.2 if across else 3.2 if numeric else 1.1 + 0.32 * len(sheet.lines)
+    size = (6.4 if across else max(1.2 + 2.9 * len(panels), 4.5), height)
     with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 9}):
-        figure, axes = plt.subplots(
-            1, len(sheet.columns), figsize=size, sharey=True, squeeze=False, layout="constrained"
-        )
-        for i, (axis, column) in enumerate(zip(axes[0], sheet.columns, strict=True)):
-            panel(axis, sheet, i)
+        figure, axes = plt.subplots(1, len(panels), figsize=size, sharey=True, squeeze=False, layout="constrained")
+        for i, (axis, column) in enumerate(zip(axes[0], panels, strict=True)):
+            if across:
+                _lines(axis, sheet, i, sheet.layout.across, _along_columns(sheet))
+            elif numeric:
+                _lines(axis, sheet, i, sheet.layout.by[-1], _along_lines(sheet, i))
+            else:
+                _dots(axis, sheet, i)
             axis.set_title("" if column is None else plain(column), fontsize=9)
         handles, labels = axes[0][0].get_legend_handles_labels()
-        if numeric and len(handles) > 1:
+        if (numeric or across) and len(handles) > 1:
             figure.legend(handles, labels, loc="outside right center", frameon=False)
         figure.savefig(path, dpi=160)
         plt.close(figure)
@@ -60,23 +70,49 @@ def _dots(axis: Axes, sheet: Sheet, column: int) -> None:
         axis.annotate(name, (at, 1.0), xycoords=("data", "axes fraction"), fontsize=7, color=GREY, ha="center")
 
 
-def _lines(axis: Axes, sheet: Sheet, column: int) -> None:
+def _along_columns(sheet: Sheet) -> Curves:
+    """The columns are the horizontal axis; each line of the table is a line."""
+    return {
+        " ".join(map(plain, line)): [(x, cell.summary) for x, cell in zip(sheet.columns, cells, strict=True) if cell]
+        for line, cells in sheet.lines.items()
+    }
+
+
+def _along_lines(sheet: Sheet, column: int) -> Curves:
     """The last label is the horizontal axis; each setting of the others is a line."""
-    curves: dict[str, list[tuple[float, Any]]] = {}
+    curves: Curves = {}
     for line, cells in sheet.lines.items():
-        if cells[column] is not None and cells[column].summary.mean is not None:
+        if cells[column]:
             curves.setdefault(" ".join(map(plain, line[:-1])), []).append((line[-1], cells[column].summary))
+    return curves
+
+
+def _lines(axis: Axes, sheet: Sheet, column: int, label: str, curves: Curves) -> None:
+    """The mean a marker, the spread a bar."""
     for i, (name, points) in enumerate(curves.items()):
-        x, summaries = zip(*sorted(points, key=lambda point: point[0]), strict=True)
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "label": name}
-        spreads = [summary.spread or 0 for summary in summaries]
-        axis.errorbar(x, [summary.mean for summary in summaries], yerr=spreads, markersize=5, capsize=0, **style)
-    values = sorted({line[-1] for line in sheet.lines})
+        known = sorted(((x, s) for x, s in points if s.mean is not None), key=lambda point: point[0])
+        cycle, place = divmod(i, len(COLOURS))
+        axis.errorbar(
+            [x for x, _ in known],
+            [summary.mean for _, summary in known],
+            yerr=[summary.spread or 0 for _, summary in known],
+            color=COLOURS[place],
+            marker=MARKERS[place],
+            markerfacecolor="white" if cycle else COLOURS[place],
+            linestyle=STROKES[cycle % len(STROKES)],
+            markersize=5,
+            capsize=0,
+            label=name,
+        )
+    values = sorted({x for points in curves.values() for x, _ in points})
     if values[0] > 0 and values[-1] >= 2 * values[0]:
         axis.set_xscale("log")
     axis.set_xticks(values, [f"{value:g}" for value in values], rotation=45 if len(values) > 5 else 0)
     axis.minorticks_off()
-    axis.set_xlabel(sheet.layout.by[-1])
+    axis.set_xlabel(label)
+    for length in sheet.trained if label == "length" else ():
+        axis.axvline(length, color=GREY, linestyle=":", linewidth=1)
+        axis.annotate("trained", (length, 1.0), xycoords=("data", "axes fraction"), fontsize=7, color=GREY, ha="center")
     if column == 0:
         axis.set_ylabel(sheet.layout.metric.replace("/", " "))
     if sheet.layout.metric.endswith("accuracy"):
@@ -85,13 +121,16 @@ def _lines(axis: Axes, sheet: Sheet, column: int) -> None:
         axis.axhline(at, color=GREY, linestyle=":", linewidth=1)
         axis.annotate(
             name,
-            (1.0, at),
+            (0.01, at),
             xycoords=("axes fraction", "data"),
             fontsize=7,
             color=GREY,
-            ha="right",
             va="bottom",
         )
+
+
+def _numbers(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, int | float) for value in values)
 
 
 def _trivial(sheet: Sheet, column: int) -> list[tuple[str, float]]:

@@ -4,7 +4,8 @@
     python -m experiments.report --rows=runs/quickstart/rows.jsonl --by=arch --across=task --out=runs/again
 
 Only seeds are averaged. A label that is neither in --by nor --across can be tuned away: `--tune=optim.lr`
-shows, for each place of the table, the learning rate that validates best.
+shows, for each place of the table, the learning rate that validates best. `--across=length` has a column for each of
+the `test_lengths` of the runs.
 """
 
 from pathlib import Path

@@ -2,9 +2,12 @@
 
     python -m experiments.reproduce quickstart [--scale=smoke] [--jobs=2] [--out=runs/quickstart]
 
-Call it again to take up where it stopped. `python -m experiments.list` names the tables.
+Call it again to take up where it stopped. A name takes along the tables that begin with it: `positions` also fills
+`positions_text`. `python -m experiments.list` names the tables. `--config.KEY=VALUE` holds
+for all runs, and the table's title says so.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 from absl import flags
@@ -12,7 +15,8 @@ from absl import flags
 from experiments import campaign, rows
 from experiments.layout import sheet
 from experiments.publish import publish, show
-from experiments.tables import SCALES, TABLES, choose_scale, layout
+from experiments.runs import read_value
+from experiments.tables import SCALES, TABLES, Table, choose_scale, layout
 from model.errors import UserError, choose
 from train import cli
 
@@ -26,10 +30,23 @@ OUT = flags.DEFINE_string(
 def main(argv: list[str]) -> int:
     if len(argv) != 2:
         raise UserError(f"reproduce takes one table; choose from {', '.join(sorted(TABLES))}")
-    table = choose("table", argv[1], TABLES)
-    scale = choose_scale(table, SCALE.value)
-    out = Path(OUT.value or f"runs/{table.name}" + (f"-{scale}" if scale != table.scales[0] else ""))
-    runs = table.runs(scale)
+    choose("table", argv[1], TABLES)
+    family = [table for name, table in TABLES.items() if name == argv[1] or name.startswith(argv[1] + "_")]
+    codes = []
+    for table in family:
+        scale = choose_scale(table, SCALE.value)
+        named = table.name + (f"-{scale}" if scale != table.scales[0] else "")
+        out = Path("runs", named) if OUT.value is None else Path(OUT.value, *([named] if len(family) > 1 else []))
+        codes.append(reproduce(table, scale, out))
+        if codes[-1] > 128:  # stopped by a signal
+            break
+    return max(codes)
+
+
+def reproduce(table: Table, scale: str, out: Path) -> int:
+    """Fills one table, prints it and writes its files; the exit code."""
+    changed = {key: read_value(text) for key, text in cli.overrides()}
+    runs = [replace(run, overrides={**run.overrides, **changed}) for run in table.runs(scale)]
     planned = campaign.plan(runs, out)
     for repeat in campaign.repeats(runs, planned):
         raise UserError(f"table {table.name} asks for one config twice, the second time as {repeat}")
@@ -37,7 +54,9 @@ def main(argv: list[str]) -> int:
     if tally.stopped:
         return campaign.exit_code(tally)
     filled = [row for row in rows.read(out / "rows.jsonl") if row["run"] in planned]
-    made = sheet(filled, layout(table, scale))
+    shown = layout(table, scale)
+    title = ", ".join([shown.title, *(f"{key}={value}" for key, value in changed.items())])
+    made = sheet(filled, replace(shown, title=title))
     show(made, [out / "rows.jsonl", *publish(made, out)])
     return campaign.exit_code(tally)
 

@@ -6,6 +6,7 @@ result has a row too, with `status` "failed" (`error` says how it ended) or "mis
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,35 @@ def summarise(rows: Sequence[Row], metric: str) -> Summary:
         n=len(values),
         failed=len(rows) - len(values),
     )
+
+
+def unfold(rows: Sequence[Row]) -> list[Row]:
+    """A row for each length that a run was tested at: labelled `length`, its `test/length_512/loss` as `test/loss`.
+
+    A run without numbers has failed at the lengths that its other seeds have, or else at all there are. Where no run
+    was tested at other lengths, rows come back as they are.
+    """
+    every = _lengths(rows)
+    if not every:
+        return list(rows)
+    return [
+        {**row, "labels": {**row["labels"], "length": length}, "metrics": _at_length(row["metrics"], length)}
+        for place in group(rows, varying(rows)).values()
+        for row in place
+        for length in _lengths(place) or every
+    ]
+
+
+def _at_length(metrics: Mapping[str, float], length: int) -> dict[str, float]:
+    """Metrics whose test split is the one of this length."""
+    there = f"test/length_{length}/"
+    kept = {name: value for name, value in metrics.items() if not name.startswith("test/")}
+    return kept | {name.replace(there, "test/"): metrics[name] for name in metrics if name.startswith(there)}
+
+
+def _lengths(rows: Iterable[Row]) -> list[int]:
+    found = (re.match(r"test/length_(\d+)/", name) for row in rows for name in row["metrics"])
+    return sorted({int(match[1]) for match in found if match})
 
 
 def group(rows: Iterable[Row], keys: Sequence[str]) -> dict[tuple, list[Row]]:

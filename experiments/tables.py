@@ -4,17 +4,23 @@ A table is a value. A new one is a function from a scale to runs and an entry in
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
+from configs import extrapolation
 from experiments.layout import Layout, Published
 from experiments.runs import Run, Value
 from model.errors import UserError, choose, closest
+from model.positions import POSITIONS
 
 SCALES = {
     "smoke": "minutes on a CPU; shows that everything runs, not who wins",
     "small": "a small version of the question, on a laptop or one accelerator",
     "paper": "the published setting",
 }
+
+
+Quotes = Mapping[tuple[str, ...], Published]  # (*by, across) values -> number
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,8 @@ class Table:
     by: tuple[str, ...]  # labels that name its lines
     across: str | None  # label that names its columns
     metric: str
-    published: Mapping[tuple[str, ...], Published] = field(default_factory=dict)  # (*by, across) values -> number
+    published: Callable[[str], Quotes] = lambda scale: {}  # scale -> numbers
+    note: str = ""  # what others have published that is no number of this table's
 
 
 def choose_scale(table: Table, given: str | None) -> str:
@@ -43,7 +50,15 @@ def layout(table: Table, scale: str) -> Layout:
     keys = dict.fromkeys(key for run in runs for key in run.labels)
     order = {key: list(dict.fromkeys(run.labels[key] for run in runs if key in run.labels)) for key in keys}
     title = f"{table.name}: {table.description}" + (f" (scale {scale})" if scale != table.scales[0] else "")
-    return Layout(table.metric, table.by, table.across, order=order, published=table.published, title=title)
+    return Layout(
+        table.metric,
+        table.by,
+        table.across,
+        order=order,
+        published=table.published(scale),
+        title=title,
+        note=table.note,
+    )
 
 
 def cross(archs: Sequence[str], tasks: Sequence[str], seeds: int, overrides: Mapping[str, Value]) -> list[Run]:
@@ -67,6 +82,20 @@ def quickstart(scale: str) -> list[Run]:
     return cross(archs, tasks, seeds=2, overrides=choose("scale", scale, {"small": {}, "smoke": smoke}))
 
 
+def positions(task: str, scale: str) -> list[Run]:
+    """Attention with every position encoding there is, tested at many lengths."""
+    seeds = choose("scale", scale, {"small": 3, "smoke": 2})
+    return [
+        Run(
+            f"configs/extrapolation.py:task={task},position={position},size={scale}",
+            {"seed": seed},
+            {"position": position},
+        )
+        for position in POSITIONS
+        for seed in range(seeds)
+    ]
+
+
 MAMBA = "Gu and Dao 2023, Mamba (arXiv:2312.00752)"
 QUICKSTART_PUBLISHED = {
     ("attention", "mqar"): Published(
@@ -84,6 +113,32 @@ QUICKSTART_PUBLISHED = {
     ("s4d", "induction"): Published(0.356, "Fu et al. 2022, H3 (arXiv:2212.14052): length 30, vocabulary 20, width 32"),
 }
 
+
+def induction_published(scale: str) -> Quotes:
+    """Mamba's attention rows at the same multiples of the training length, which is 256 there."""
+    accuracies = {
+        "rope": (1.0, 0.836, 0.313, 0.184, 0.086, 0.09, 0.055),
+        "xpos": (1.0, 0.996, 0.676, 0.254, 0.07, 0.09, 0.078),
+    }
+    setting = (
+        "trained at length 256, tested at the same multiple of it, 2 layers of width 128, 409,600 steps of 8 examples"
+    )
+    length, _ = extrapolation.LENGTHS[scale]["induction"]
+    return {
+        (position, str(length * 2**i)): Published(value, f"{MAMBA}: {setting}")
+        for position, values in accuracies.items()
+        for i, value in enumerate(values)
+    }
+
+
+# Perplexities of words have no place among nats per byte, so they stand below the table.
+ALIBI_TABLE = (
+    "Published, in another unit: Press et al. 2021, ALiBi (arXiv:2108.12409), Table 5, perplexity of WikiText-103's"
+    " words, 247M parameters, tested without overlap. ALiBi trained at 64: 28.46 at 64, 24.70 at 128, 22.88 at 256,"
+    " 22.09 at 512, 21.73 at 1024, 21.59 at 2048; trained at 512: 19.73 at 512, 18.81 at 1024, 18.40 at 3072."
+    " Trained at the length tested, 512: sinusoidal 20.05, rotary 20.07, T5 19.65; 3072: 18.67, 18.57, 18.01."
+)
+
 TABLES = {
     table.name: table
     for table in [
@@ -95,7 +150,27 @@ TABLES = {
             by=("arch",),
             across="task",
             metric="test/accuracy",
-            published=QUICKSTART_PUBLISHED,
+            published=lambda scale: QUICKSTART_PUBLISHED,
+        ),
+        Table(
+            name="positions",
+            description="attention with every position encoding, trained on short induction, tested on long",
+            runs=partial(positions, "induction"),
+            scales=("small", "smoke"),
+            by=("position",),
+            across="length",
+            metric="test/accuracy",
+            published=induction_published,
+        ),
+        Table(
+            name="positions_text",
+            description="attention with every position encoding, trained on short texts, tested on long, nats per byte",
+            runs=partial(positions, "text"),
+            scales=("small", "smoke"),
+            by=("position",),
+            across="length",
+            metric="test/loss",
+            note=ALIBI_TABLE,
         ),
     ]
 }

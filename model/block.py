@@ -32,7 +32,10 @@ class Block(nn.Module):
         if self.mlp != "none":
             h = MLP(self.mlp, self.mlp_width, self.dtype, name="mlp")(self.before(x, "mlp_norm"))
             x = self.after(x, h, ctx, "mlp_norm")
-        return nn.with_logical_constraint(x, ACTIVATION), state
+        x = nn.with_logical_constraint(x, ACTIVATION)
+        if not self.is_initializing():  # else `init` would return it beside the parameters
+            self.sow("maps", "output", x)  # dropped unless the caller asks for it: `mutable=["maps"]`
+        return x, state
 
     def before(self, x: jax.Array, name: str) -> jax.Array:
         return norm(self.norm, self.dtype, name)(x) if self.norm_order == "pre" else x

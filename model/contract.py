@@ -22,8 +22,10 @@ State = Any  # a pytree of arrays, or None
 class Context:
     """What a mixer knows about the tokens besides their vectors."""
 
-    positions: jax.Array  # [B or 1, L] int32, counted within each document: 0 opens a document
+    positions: jax.Array | None = None  # [B or 1, L] int32, within each document; None: 0, 1, 2, ... in each row
     segments: jax.Array | None = None  # [B, L] int32, 0 is padding; None: one document a row, no padding
+    memory: jax.Array | None = None  # [B, M, D], another sequence to attend to
+    memory_segments: jax.Array | None = None  # [B, M] int32, whose documents it belongs to, 0 is padding; None: all
     train: bool = struct.field(pytree_node=False, default=False)
 
 
@@ -45,6 +47,10 @@ class Mixer(nn.Module):
 
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
         raise NotImplementedError
+
+    def looked_into(self) -> bool:
+        """Whether the caller wants maps of what this mixer attends to: `mutable=["maps"]`."""
+        return self.is_mutable_collection("maps") and not self.is_initializing()
 
     def init_state(self, batch: int, max_len: int) -> State:
         """An empty past for `batch` rows with room for `max_len` tokens."""

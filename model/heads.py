@@ -36,9 +36,14 @@ class SequenceModel(nn.Module):
         segments: jax.Array | None = None,
         state: State = None,
         at: jax.Array | None = None,
+        memory: jax.Array | None = None,
+        memory_segments: jax.Array | None = None,
         train: bool = False,
     ) -> tuple[jax.Array, State]:
-        """Logits `[B, L, V]`, or `[B, Q, V]` at the positions `at`, or `[B, C]`; and the state after these tokens."""
+        """Logits `[B, L, V]`, or `[B, Q, V]` at the positions `at`, or `[B, C]`; and the state after these tokens.
+
+        `memory` `[B, M, D]` is what cross-attention reads; of `memory_segments` 0 is padding.
+        """
         f = wide(self.dtype)
         embed = nn.Embed(
             self.vocab_size,
@@ -60,8 +65,9 @@ class SequenceModel(nn.Module):
             segments = None if segments is None else jnp.concatenate([segments[:, :1], segments], axis=1)
 
         positions, reading = self.place(x, segments, state)
-        ctx = Context(positions=positions, segments=segments, train=train)
-        x = self.position(name="position", dtype=self.dtype).embed(x, positions)
+        ctx = Context(positions, segments, memory, memory_segments, train)
+        at_all = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
+        x = self.position(name="position", dtype=self.dtype).embed(x, at_all)
         x = nn.Dropout(self.dropout, name="embed_dropout")(x, deterministic=not train)
         x = nn.with_logical_constraint(x, ACTIVATION)
         x, inner = self.stack(name="stack")(x, ctx, None if state is None else state["stack"])
@@ -79,11 +85,11 @@ class SequenceModel(nn.Module):
             logits = dense(self.vocab_size, ("embed", "vocab"), self.dtype, "unembed")(x)
         return logits.astype(f), state
 
-    def place(self, x: jax.Array, segments: jax.Array | None, state: State) -> tuple[jax.Array, Reading | None]:
-        """Positions within documents, `[B or 1, L]`, and with a state the reading to go on from."""
+    def place(self, x: jax.Array, segments: jax.Array | None, state: State) -> tuple[jax.Array | None, Reading | None]:
+        """Positions within documents, `[B, L]` or None for 0, 1, 2, ..., and with a state the reading to go on from."""
         B, L = x.shape[:2]
         if segments is None and state is None:
-            return jnp.arange(L, dtype=jnp.int32)[None], None
+            return None, None
         if segments is None:  # one document a row, going on where the last call stopped
             reading = state["reading"]
             positions = reading.count[:, None] + jnp.arange(L, dtype=jnp.int32)

@@ -9,7 +9,8 @@ from model.contract import Context
 from model.errors import UserError
 from tests import zoo
 
-CASES = zoo.cases()
+CASES, MATRIX = zoo.cases(), zoo.matrix()
+PLAIN = [case for case in CASES if not case.values[0][1]]  # every mixer's own defaults
 PACKED = [[1] * 5 + [2] * 4 + [0] * 3, [3] * 12]
 
 
@@ -30,24 +31,35 @@ def pieces(mixer, variables, x, ctx, lengths):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("segments", [None, PACKED], ids=["plain", "packed"])
-def test_split(case, segments):
+def test_split(case):
     """Whole equals any pieces with the state carried: prefill, chunked prefill and decoding at once."""
     mixer = zoo.make(case)
     variables, x = zoo.params(mixer), zoo.inputs(2, 12)
-    ctx = zoo.context(segments, L=12)
-    whole, none = zoo.apply(mixer)(variables, x, ctx)
+    whole, none = zoo.apply(mixer)(variables, x, Context())
     assert none is None
     for lengths in ([4, 4, 1, 1, 1, 1], [1, 4, 4, 1, 1, 1]):
-        split, _ = pieces(mixer, variables, x, ctx, lengths)
-        real = np.ones((2, 12), bool) if segments is None else np.asarray(segments) > 0
-        np.testing.assert_allclose(split[real], whole[real], atol=2e-5)
+        split, _ = pieces(mixer, variables, x, zoo.context(L=12), lengths)
+        np.testing.assert_allclose(split, whole, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", MATRIX)
+def test_every_combination_splits_packed_rows_or_is_refused(case):
+    """The split law for documents and padding, over every mixer, variant and position there is."""
+    if reason := zoo.refused(case):
+        assert f"position {case[2]!r}" in reason
+        return
+    mixer = zoo.make(case)
+    variables, x, ctx = zoo.params(mixer), zoo.inputs(2, 12), zoo.context(PACKED)
+    whole, _ = zoo.apply(mixer)(variables, x, ctx)
+    split, _ = pieces(mixer, variables, x, ctx, [4, 4, 1, 1, 1, 1])
+    real = np.asarray(PACKED) > 0
+    np.testing.assert_allclose(split[real], whole[real], atol=2e-5)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("case", CASES)
 def test_causality(case):
-    """No output depends on a later input; in bidirectional mode, every one depends on every other."""
+    """No output depends on a later input; in bidirectional mode, every one depends on every other in reach."""
     x, ctx, t = zoo.inputs(1, 9), zoo.context(L=9), 4
 
     def sensitivity(mixer, variables):
@@ -62,7 +74,7 @@ def test_causality(case):
     both = zoo.make(case, causal=False)
     try:
         size = np.abs(sensitivity(both, zoo.params(both))).sum(-1)[0]
-        assert (size > 1e-4).all()
+        assert (size[: t + case[1].get("window", 9)] > 1e-4).all()
     except UserError as refusal:
         assert "causal" in str(refusal)
 
@@ -104,8 +116,11 @@ def test_padding_leaves_the_state(case):
     np.testing.assert_allclose(split[:, segments[0] > 0], whole, atol=2e-5)
 
 
-@pytest.mark.parametrize("length", [1, 7, 63, 100])
-@pytest.mark.parametrize("case", CASES)
+BARE = [case for case in PLAIN if case.values[0][2] == "none"]
+AWKWARD = [(case, length) for case in CASES for length in ([1, 7, 63, 100] if case in BARE else [63])]
+
+
+@pytest.mark.parametrize("case, length", [pytest.param(*c.values, n, id=f"{c.id}-{n}") for c, n in AWKWARD])
 def test_truth(case, length):
     """Value and gradient equal the float64 reference: tight in float32, loose in bfloat16."""
     variables = zoo.params(zoo.make(case))
@@ -148,7 +163,7 @@ def test_cost(case):
         step = jax.jit(jax.grad(objective, argnums=(0, 1)))
         return step.lower(variables, zoo.inputs(1, L)).compile().memory_analysis().temp_size_in_bytes
 
-    growth = np.log2(memory(2048) / memory(1024))
+    growth = np.log2(memory(4096) / memory(2048))
     assert growth < mixer.cost + 0.25, growth
 
 

@@ -1,4 +1,4 @@
-"""Positions, blocks, stacks and heads: textbook numbers, and forms that must agree."""
+"""Scans, blocks, stacks and heads: textbook numbers, and forms that must agree."""
 
 import flax.linen as nn
 import jax
@@ -12,11 +12,9 @@ from model.documents import document_positions, open_reading
 from model.errors import UserError
 from model.layers import mlp_width
 from model.mixers.s4d import INITS, s4d_kernel
-from model.ops.attention import IMPLEMENTATIONS, attention
 from model.ops.conv import fft_conv, short_conv
 from model.ops.scan import IMPLEMENTATIONS as SCANS
 from model.ops.scan import linear_scan, selective_scan
-from model.positions import ALiBi, Rope, Sinusoidal, alibi_slopes
 
 
 def model_config(**changes):
@@ -36,50 +34,7 @@ def run(model, variables, tokens, **inputs):
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 20, (2, 12)), jnp.int32)
 
 
-# Positions
-
-
-@pytest.mark.quick
-def test_sinusoid_numbers():
-    zero = jnp.zeros((1, 2, 4))
-    waves = Sinusoidal().apply({}, zero, jnp.asarray([[0, 1]]), method="embed")
-    np.testing.assert_allclose(waves[0], [[0, 1, 0, 1], [0.84147, 0.54030, 0.01, 0.99995]], atol=1e-5)
-    # The inner product of two positions depends on their distance alone: sum of cos(w_i k).
-    far = Sinusoidal().apply({}, jnp.zeros((1, 4, 8)), jnp.asarray([[3, 10, 103, 110]]), method="embed")[0]
-    want = np.cos(7 * 10_000.0 ** (-np.arange(0, 8, 2) / 8)).sum()
-    np.testing.assert_allclose([far[0] @ far[1], far[2] @ far[3]], [want, want], rtol=1e-5)
-
-
-@pytest.mark.quick
-def test_rope_depends_on_the_offset_alone():
-    q, k = np.random.default_rng(0).normal(size=(2, 1, 1, 1, 8)).astype(np.float32)
-    turn = lambda x, p: Rope().apply({}, x, jnp.asarray([[p]]), method="rotate")  # noqa: E731
-    scores = [np.vdot(turn(q, i), turn(k, j)) for i, j in ((2, 5), (100, 103), (2, 6))]
-    np.testing.assert_allclose(scores[0], scores[1], rtol=1e-4)
-    assert abs(scores[0] - scores[2]) > 1e-3
-
-
-@pytest.mark.quick
-def test_alibi_slopes_and_bias():
-    np.testing.assert_allclose(alibi_slopes(8), [2.0**-i for i in range(1, 9)])
-    np.testing.assert_allclose(alibi_slopes(12)[8:], [0.707107, 0.353553, 0.176777, 0.088388], atol=1e-6)
-    bias = ALiBi().apply({}, jnp.asarray([[5]]), jnp.asarray([[2, 5, 9]]), 8, method="bias")
-    np.testing.assert_allclose(bias[0, 0, 0], [-1.5, 0, -2])
-
-
-# Attention, scans, convolutions
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_attention_worked_example(implementation):
-    q = jnp.asarray([1.0, 0]).reshape(1, 1, 1, 2)
-    k = jnp.asarray([[1.0, 0], [0, 1], [1, 1]]).reshape(1, 3, 1, 2)
-    v = jnp.tile(jnp.asarray([10.0, 20, 30])[:, None], (1, 2)).reshape(1, 3, 1, 2)
-    places = dict(q_positions=jnp.asarray([[2]]), k_positions=jnp.asarray([[0, 1, 2]]))
-    y = attention(q, k, v, **places, implementation=implementation)
-    # Weights .40 .20 .40: the mean of the values, weighted evenly around the middle.
-    np.testing.assert_allclose(y.ravel(), [20.0, 20.0], atol=1e-5)
+# Scans, convolutions
 
 
 @pytest.mark.quick

@@ -4,9 +4,10 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from train.checkpoint import Checkpoints, read_manifest, step_folder
 from train.evaluate import evaluate, mean, scalars
 from train.log import MetricsLog, Progress
 from train.revision import revision
-from train.run import Run, prepare
+from train.run import Run, at_length, prepare
 from train.sharding import put_batch, replicated
 from train.step import RunState
 from train.workdir import graceful_stop, open_workdir, read_json, write_json
@@ -30,13 +31,14 @@ from train.workdir import graceful_stop, open_workdir, read_json, write_json
 def train(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
     """Trains until done and returns the result row; None if stopped by a signal, with all that was done saved."""
     run = prepare(config)
+    lengths = {length: at_length(run, length) for length in config.test_lengths}
     with open_workdir(workdir) as folder:
         done = open_run(run, folder)
         if done is not None:
             print(f"{workdir} is finished already: {done['status']} after {done['steps']} steps")
             return done
         with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
-            return loop(run, folder, checkpoints)
+            return loop(run, folder, checkpoints, lengths)
 
 
 def open_run(run: Run, folder: Path) -> dict[str, Any] | None:
@@ -73,7 +75,9 @@ def refuse_changes(changes: dict[str, tuple[Any, Any]], config: ConfigDict, fold
         )
 
 
-def loop(run: Run, folder: Path, checkpoints: Checkpoints) -> dict[str, Any] | None:
+def loop(
+    run: Run, folder: Path, checkpoints: Checkpoints, lengths: Mapping[int, Run] = MappingProxyType({})
+) -> dict[str, Any] | None:
     c, clock = run.config, Clock()
     restored = checkpoints.restore(run.abstract)
     step, state = restored if restored is not None else (0, run.init())
@@ -133,7 +137,7 @@ def loop(run: Run, folder: Path, checkpoints: Checkpoints) -> dict[str, Any] | N
         logging.error("non-finite loss at step %d; the last good checkpoint is kept", step)
     else:
         status = "target" if reached else status
-        scores = scores | validate(run, state, "test")
+        scores = scores | validate(run, state, "test") | at_lengths(lengths, state)
     checkpoints.wait()
     return finish(run, folder, status, step, int(state.nonfinite), scores, clock)
 
@@ -157,12 +161,24 @@ def stream(run: Run, state: RunState) -> Iterator[dict[str, np.ndarray]]:
     )
 
 
-def validate(run: Run, state: RunState, split: str) -> dict[str, float]:
+def validate(run: Run, state: RunState, split: str, prefix: str = "") -> dict[str, float]:
+    """Scores on a split, named `SPLIT/METRIC`, or with another prefix for the split."""
     c = run.config
     batches = pipeline.eval_batches(
         run.task, c.data.seed, split, c.batch_size, c.eval_batches, jax.process_index(), jax.process_count()
     )
-    return scalars(evaluate(run.eval_step, state.params, batches, run.mesh), split)
+    return scalars(evaluate(run.eval_step, state.params, batches, run.mesh), prefix or split)
+
+
+def at_lengths(lengths: Mapping[int, Run], state: RunState) -> dict[str, float]:
+    """Test scores at every length asked for, named `test/length_512/METRIC`; none where the model cannot go."""
+    scores: dict[str, float] = {}
+    for length, run in lengths.items():
+        try:
+            scores |= validate(run, state, "test", f"test/length_{length}")
+        except UserError as error:
+            print(f"not tested at length {length}: {error}")
+    return scores
 
 
 def report(log: MetricsLog, progress: Progress, clock: "Clock", c: ConfigDict, step: int, sums: dict) -> bool:
@@ -207,6 +223,7 @@ def finish(
         "revision": revision(),
         "data_fingerprint": run.task.fingerprint(c.data.seed),
         "task": c.data.task,
+        "length": run.task.length,
         "mixers": list(c.model.mixers),
         "position": c.model.position,
         "seed": c.seed,

@@ -1,6 +1,7 @@
 """Everything a config describes, built: task, mesh, model, optimizer, abstract state, compiled steps."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -14,6 +15,7 @@ from ml_collections import ConfigDict
 import data
 from data import pipeline
 from model import build
+from model.errors import UserError
 from model.heads import SequenceModel
 from train import config as configs
 from train import sharding
@@ -58,16 +60,6 @@ def prepare(config: ConfigDict) -> Run:
     shardings = sharding.shardings(boxed, mesh, rules)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), nn.unbox(boxed), shardings)
 
-    def on_mesh(function: Callable, **options: Any) -> Callable:
-        """Jitted, with the mesh and the axis rules in force while it is traced, and only then."""
-
-        @wraps(function)
-        def traced(*args):
-            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(rules):
-                return function(*args)
-
-        return jax.jit(traced, **options)
-
     rate = schedule(config.optim, config.steps)
     step = train_step(model, tx, rate, config.optim.accumulate)
     replicated = sharding.replicated(mesh)
@@ -78,6 +70,39 @@ def prepare(config: ConfigDict) -> Run:
         model=model,
         abstract=abstract,
         init=partial(jax.jit(lambda seed: nn.unbox(init(seed)), out_shardings=shardings), seed),
-        train_step=on_mesh(step, donate_argnums=0, out_shardings=(shardings, replicated)),
-        eval_step=on_mesh(eval_step(model, task.attributes), out_shardings=replicated),
+        train_step=on_mesh(step, mesh, rules, donate_argnums=0, out_shardings=(shardings, replicated)),
+        eval_step=on_mesh(eval_step(model, task.attributes), mesh, rules, out_shardings=replicated),
     )
+
+
+def at_length(run: Run, length: int) -> Run:
+    """The same model asked at another length: as many examples, in batches of about as many tokens."""
+    c, mesh = run.config.copy_and_resolve_references(), run.mesh
+    share = math.lcm(mesh.shape["data"] * mesh.shape["fsdp"], jax.process_count())  # a row for every device and host
+    try:
+        task = data.build(run.task.name, c.data[run.task.name].to_dict() | {"length": length})
+        sharding.check_batch(mesh, share, length, accumulate=1)
+    except UserError as error:
+        raise UserError(f"test_lengths has {length!r}: {error}") from None
+    examples, room = c.batch_size * c.eval_batches, c.batch_size * run.task.length // length
+    c.data[task.name].length = length
+    c.batch_size = max((n for n in range(share, room + 1, share) if examples % n == 0), default=share)
+    c.eval_batches = examples // c.batch_size
+    step = on_mesh(
+        eval_step(run.model, task.attributes),
+        mesh,
+        sharding.rules_of(c.mesh),
+        out_shardings=sharding.replicated(mesh),
+    )
+    return dataclasses.replace(run, config=c, task=task, eval_step=step)
+
+
+def on_mesh(function: Callable, mesh: Mesh, rules: list[tuple[str, tuple[str, ...]]], **options: Any) -> Callable:
+    """Jitted, with the mesh and the axis rules in force while it is traced, and only then."""
+
+    @wraps(function)
+    def traced(*args):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(rules):
+            return function(*args)
+
+    return jax.jit(traced, **options)

@@ -1,0 +1,94 @@
+"""Torch's attention on a GPU, as a peer to measure against; nothing where torch or the GPU is missing."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+
+def contenders(setting: dict[str, Any], window: int, soft_cap: float) -> dict[str, tuple[Callable, Callable, Callable]]:
+    """Name -> forward, gradient, bytes that the gradient took beside its inputs."""
+    torch = cuda_torch()
+    if torch is None:
+        return {}
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    case, n, heads = setting["case"], setting["n"], setting["heads"]
+    shape = (setting["batch"], heads, n, setting["head_dim"])
+    rng = np.random.default_rng(0)
+    dtype = getattr(torch, setting["dtype"])
+    q, k, v, d = (torch.tensor(rng.normal(size=shape), dtype=dtype, device="cuda") for _ in range(4))
+    for x in (q, k, v):
+        x.requires_grad_()
+    slopes = torch.tensor([2 ** (-8 * (h + 1) / heads) for h in range(heads)], device="cuda")
+    table = torch.tensor(rng.normal(size=(32, heads)), dtype=torch.float32, device="cuda")
+    sinks = torch.zeros(heads, device="cuda", requires_grad=True)
+
+    def seen(b, h, i, j):
+        near = (i >= j) & (i - j < window) if case == "window" else i >= j
+        return near
+
+    def t5_bucket(distance):
+        far = 16 + (torch.log(distance.clamp(min=1) / 16) / np.log(128 / 16) * 16).to(torch.int32)
+        return torch.where(distance < 16, distance, far.clamp(max=31))
+
+    scores = {
+        "alibi": lambda s, b, h, i, j: s - slopes[h] * (i - j),
+        "t5": lambda s, b, h, i, j: s + table[t5_bucket((i - j).clamp(min=0)), h],
+        "soft cap": lambda s, b, h, i, j: soft_cap * torch.tanh(s / soft_cap),
+    }
+    mask = create_block_mask(seen, None, None, n, n, device="cuda")
+    compiled = torch.compile(flex_attention, dynamic=False)
+
+    def flex(q, k, v):
+        if case != "sinks":
+            return compiled(q, k, v, score_mod=scores.get(case), block_mask=mask)
+        out, lse = compiled(q, k, v, block_mask=mask, return_lse=True)
+        return out * torch.sigmoid(lse - sinks[:, None])[..., None].to(out.dtype)
+
+    def sdpa(q, k, v):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def contender(run: Callable) -> tuple[Callable, Callable, Callable]:
+        wanted = (q, k, v, sinks) if case == "sinks" else (q, k, v)
+
+        def forward():
+            with torch.no_grad():
+                return run(q, k, v)
+
+        def gradient():
+            return torch.autograd.grad(run(q, k, v), wanted, d)
+
+        def memory() -> float:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            grads = gradient()
+            torch.cuda.synchronize()
+            outputs = sum(x.numel() * x.element_size() for x in grads)
+            return torch.cuda.max_memory_allocated() - before - outputs
+
+        return forward, gradient, memory
+
+    found = {"torch flex_attention": contender(flex)}
+    if case == "causal":
+        found["torch sdpa cudnn"] = contender(sdpa)
+    return found
+
+
+def cuda_torch() -> Any:
+    """The torch module, if it is installed and sees a GPU."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch if torch.cuda.is_available() else None
+
+
+def wait(result: Any) -> None:
+    """Until torch's queue is empty."""
+    torch = cuda_torch()
+    if torch is not None:
+        torch.cuda.synchronize()

@@ -1,0 +1,99 @@
+"""What attention keeps of the past: all of it, or the last tokens in a ring, after the first ones if they are sinks.
+
+A cache is a plan (`Full`, `Ring`) and a state, a dict of arrays that is passed in and returned. The names and shapes
+of the entries are the mixer's business: keys and values, or a latent vector, per token.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from model.errors import UserError
+
+Arrays = dict[str, jax.Array]  # each [B, M, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Full:
+    """Every token, in the order written."""
+
+    entries: tuple[tuple[str, tuple[int, ...]], ...]  # name, shape per token
+    dtype: Any
+
+    def slots(self, max_len: int) -> int:
+        return max_len
+
+    def open(self, batch: int, max_len: int) -> Arrays:
+        return open_slots(self, batch, max_len) | {"written": jnp.zeros((), jnp.int32)}
+
+    def bytes(self, length: int) -> int:
+        return bytes_of(self, length) + 4
+
+    def extend(self, state: Arrays, new: Arrays) -> tuple[Arrays, Arrays]:
+        """The tokens to attend to, and the state after; `new` also names its `positions` and `segments`."""
+        start, (L, M) = state["written"], (new["segments"].shape[1], state["segments"].shape[1])
+        if L > M:
+            raise UserError(f"{L} tokens do not fit in a key-value cache of {M}; open it with max_len={L}")
+        after = {key: lax.dynamic_update_slice_in_dim(state[key], new[key], start, axis=1) for key in new}
+        # How much is written is not known when traced. Past the end: NaN, rather than an answer from a torn cache.
+        fits = start + L <= M
+        for name, _ in self.entries:
+            after[name] = jnp.where(fits, after[name], jnp.nan)
+        return after, after | {"written": start + L}
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The first `sinks` tokens of a document and the last `window`; others are overwritten. Constant memory."""
+
+    entries: tuple[tuple[str, tuple[int, ...]], ...]
+    dtype: Any
+    window: int
+    sinks: int = 0
+
+    def slots(self, max_len: int) -> int:
+        return min(self.sinks + self.window, max_len)
+
+    def open(self, batch: int, max_len: int) -> Arrays:
+        return open_slots(self, batch, max_len)
+
+    def bytes(self, length: int) -> int:
+        return bytes_of(self, length)
+
+    def extend(self, state: Arrays, new: Arrays) -> tuple[Arrays, Arrays]:
+        """What was there and what is new: a query may still want a key that a later one overwrites."""
+        M = state["segments"].shape[1]
+        sinks = min(self.sinks, M - 1)
+        positions = new["positions"]
+        slot = jnp.where(positions < sinks, positions, sinks + (positions - sinks) % (M - sinks))
+        slot = jnp.where(new["segments"] > 0, slot, M)  # padding is not kept
+        # Of several tokens for one slot the last stays; -1: none came.
+        index = jnp.broadcast_to(jnp.arange(slot.shape[1]), slot.shape)
+        last = jax.vmap(lambda s, i: jnp.full(M, -1).at[s].max(i, mode="drop"))(slot, index)
+
+        def written(old: jax.Array, added: jax.Array) -> jax.Array:
+            spread = (..., *(None,) * (old.ndim - 2))
+            taken = jnp.take_along_axis(added, jnp.maximum(last, 0)[spread], axis=1)
+            return jnp.where((last >= 0)[spread], taken, old)
+
+        seen = {key: jnp.concatenate([state[key], new[key]], axis=1) for key in new}
+        return seen, {key: written(state[key], new[key]) for key in new}
+
+
+Cache = Full | Ring
+
+
+def open_slots(cache: Cache, batch: int, max_len: int) -> Arrays:
+    M = cache.slots(max_len)
+    arrays = {name: jnp.zeros((batch, M, *shape), cache.dtype) for name, shape in cache.entries}
+    empty = jnp.zeros((batch, M), jnp.int32)
+    return arrays | {"positions": empty, "segments": empty}  # segment 0: nothing written yet
+
+
+def bytes_of(cache: Cache, length: int) -> int:
+    numbers = sum(math.prod(shape) for _, shape in cache.entries)
+    return cache.slots(length) * (numbers * jnp.dtype(cache.dtype).itemsize + 2 * 4)

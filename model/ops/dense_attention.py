@@ -1,0 +1,69 @@
+"""Softmax attention that holds all scores: the definition, and the same for all heads at once."""
+
+import jax
+import jax.numpy as jnp
+
+from model.contract import wide
+from model.ops.scores import Form, Operands, raw_scores, shape_scores, visible
+
+LOW = -1e30  # the logit of a key that is not seen; finite, so that its gradient is
+
+
+def reference(form: Form, o: Operands) -> tuple[jax.Array, jax.Array]:
+    """The definition, one head after another. Output `[B, L, G, R, V]` and log-sum-exp `[B, L, G, R]`."""
+    B, L, G, R, _ = o.q.shape
+    dtype = wide(o.q.dtype)
+    mask = visible(form, o.q_positions, o.k_positions, o.q_segments, o.k_segments)
+    bias = None if form.bias is None else form.bias(o.bias, o.q_positions, o.k_positions)
+    outputs, totals = [], []
+    for h in range(G * R):
+        g, r = divmod(h, R)
+        q, k, v = o.q[:, :, g, r].astype(dtype), o.k[:, :, g].astype(dtype), o.v[:, :, g].astype(dtype)
+        if o.additive is None:
+            scores = jnp.sum(q[:, :, None] * k[:, None, :], axis=-1)
+        else:
+            scores = jnp.sum(o.additive[g, r] * jnp.tanh(q[:, :, None] + k[:, None, :]), axis=-1)
+        scores = scores * form.scale
+        if form.soft_cap:
+            scores = form.soft_cap * jnp.tanh(scores / form.soft_cap)
+        if bias is not None:
+            scores = scores + bias[:, h]
+        if mask is not None:
+            scores = jnp.where(mask, scores, LOW)
+        if o.sinks is not None:
+            scores = jnp.concatenate([jnp.full((B, L, 1), o.sinks[g, r], dtype), scores], axis=-1)
+        weights = jax.nn.softmax(scores, axis=-1)[..., -o.k.shape[1] :]
+        if mask is not None:
+            weights = jnp.where(mask, weights, 0)
+        outputs.append(jnp.einsum("blm,bmv->blv", weights, v))
+        totals.append(jax.nn.logsumexp(scores, axis=-1))
+    out, lse = jnp.stack(outputs, axis=2), jnp.stack(totals, axis=2)
+    return out.reshape(B, L, G, R, -1).astype(o.v.dtype), lse.reshape(B, L, G, R)
+
+
+def weights_and_lse(form: Form, o: Operands) -> tuple[jax.Array, jax.Array]:
+    """The weights `[B, G, R, L, M]`, and the logs of their denominators `[B, G, R, L]`."""
+    scores = shape_scores(form, raw_scores(o.q, o.k, o.additive), o.bias, o.q_positions, o.k_positions)
+    mask = visible(form, o.q_positions, o.k_positions, o.q_segments, o.k_segments)
+    if mask is not None:
+        mask = mask[:, None, None]
+        scores = jnp.where(mask, scores, LOW)
+    top = jnp.max(scores, axis=-1)
+    if o.sinks is not None:
+        top = jnp.maximum(top, o.sinks[..., None])
+    top = jax.lax.stop_gradient(top)
+    weights = jnp.exp(scores - top[..., None])
+    if mask is not None:  # a padded query sees nothing, and a softmax over nothing is uniform
+        weights = jnp.where(mask, weights, 0)
+    total = jnp.sum(weights, axis=-1)
+    if o.sinks is not None:
+        total = total + jnp.exp(o.sinks[..., None] - top)
+    total = jnp.where(total > 0, total, 1)
+    return weights / total[..., None], top + jnp.log(total)
+
+
+def xla(form: Form, o: Operands) -> tuple[jax.Array, jax.Array]:
+    """All heads at once; memory grows with L M."""
+    weights, lse = weights_and_lse(form, o)
+    out = jnp.einsum("bgrlm,bmgv->blgrv", weights.astype(o.v.dtype), o.v)
+    return out, jnp.moveaxis(lse, 3, 1)

@@ -1,0 +1,99 @@
+"""How a query scores a key, and which keys it sees: the part of attention that every implementation shares.
+
+Inside, heads are split into G groups of R that share a key-value head: q [B, L, G, R, K], k [B, M, G, K],
+v [B, M, G, V], scores [B, G, R, L, M].
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from model.contract import wide
+
+
+@struct.dataclass
+class Bias:
+    """Added to the scaled scores: `fn(params, q_positions [B or 1, L], k_positions [B or 1, M])`, `[B or 1, H, L, M]`.
+
+    Implementations call `fn` on tiles of positions, so it must be elementwise in them; gradients flow to `params`.
+    """
+
+    params: Any
+    fn: Callable[[Any, jax.Array, jax.Array], jax.Array] = struct.field(pytree_node=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What is known of a call when it is traced."""
+
+    causal: bool
+    window: int  # a query sees keys less than this far away; 0: any distance
+    prefix: int  # keys at positions below this are seen by all queries of their document
+    scale: float
+    soft_cap: float  # scores are kept within this by a tanh; 0: they are not
+    bias: Callable | None
+
+
+@struct.dataclass
+class Operands:
+    """The arrays of a call; None where there is nothing to say."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    q_positions: jax.Array  # [B or 1, L]
+    k_positions: jax.Array  # [B or 1, M]
+    q_segments: jax.Array | None  # [B or 1, L]
+    k_segments: jax.Array | None  # [B or 1, M]
+    bias: Any  # the parameters of the form's bias
+    sinks: jax.Array | None  # [G, R]: a logit that takes weight and gives nothing
+    additive: jax.Array | None  # [G, R, K]: scores are additive . tanh(q + k), not q . k
+
+
+def raw_scores(q: jax.Array, k: jax.Array, additive: jax.Array | None) -> jax.Array:
+    """`q . k`, or Bahdanau's `additive . tanh(q + k)` (https://arxiv.org/abs/1409.0473)."""
+    dtype = wide(q.dtype)
+    if additive is None:
+        return jnp.einsum("blgrk,bmgk->bgrlm", q, k, preferred_element_type=dtype)
+    q, k = jnp.moveaxis(q, 1, 3).astype(dtype), jnp.moveaxis(k, 1, 2).astype(dtype)
+    hidden = jnp.tanh(q[:, :, :, :, None] + k[:, :, None, None])
+    return jnp.einsum("bgrlmk,grk->bgrlm", hidden, additive.astype(dtype))
+
+
+def shape_scores(form: Form, scores: jax.Array, params: Any, q_positions: jax.Array, k_positions: jax.Array):
+    """Raw scores scaled, capped and biased, in this order."""
+    scores = scores * form.scale
+    if form.soft_cap:
+        scores = form.soft_cap * jnp.tanh(scores / form.soft_cap)
+    if form.bias is not None:
+        bias = form.bias(params, q_positions, k_positions)
+        scores = scores + bias.reshape(bias.shape[0], *scores.shape[1:3], *bias.shape[2:])
+    return scores
+
+
+def visible(
+    form: Form,
+    q_positions: jax.Array,
+    k_positions: jax.Array,
+    q_segments: jax.Array | None,
+    k_segments: jax.Array | None,
+) -> jax.Array | None:
+    """The mask `[B or 1, L, M]`, True where a query sees a key; None where all see all."""
+    distance = q_positions[:, :, None] - k_positions[:, None, :]
+    rules = []
+    if form.causal:
+        rules.append(distance >= 0)
+        if form.prefix:
+            rules[-1] |= k_positions[:, None, :] < form.prefix
+    if form.window:
+        rules.append(jnp.abs(distance) < form.window)
+    if k_segments is not None:
+        rules.append((q_segments[:, :, None] == k_segments[:, None, :]) & (k_segments[:, None, :] > 0))
+    mask = None
+    for rule in rules:
+        mask = rule if mask is None else mask & rule
+    return mask

@@ -1,0 +1,286 @@
+"""Exact softmax attention a tile at a time, in plain XLA: memory grows with L, never with L M.
+
+Forward is the online softmax (https://arxiv.org/abs/1805.02867); backward computes each tile again from the stored
+log-sum-exp (https://arxiv.org/abs/2205.14135). Both are one scan over the pairs of a query block and a key block
+that can see each other: those that cannot, by position or by document, cost nothing.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from model.contract import wide
+from model.ops.dense_attention import LOW
+from model.ops.scores import Form, Operands, raw_scores, shape_scores, visible
+
+
+def tiled(
+    form: Form, o: Operands, contiguous: bool, block: tuple[int, int] | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Output `[B, L, G, R, V]` and log-sum-exp `[B, L, G, R]`.
+
+    `contiguous` promises that both positions are 0, 1, 2, ... in every row: then the pairs are known when traced.
+    """
+    L, M = o.q.shape[1], o.k.shape[1]
+    rows, columns = block or tile_shape(o)
+    l, m = min(rows, L), min(columns, M)
+    o = pad(o, -L % l, -M % m)
+    pairs = candidates(form, -(-L // l), -(-M // m), l, m, contiguous)
+    sparse = not contiguous or o.k_segments is not None
+    out, lse = _tiled(form, (l, m), Pairs(pairs, sparse), o)
+    return out[:, :L].astype(o.v.dtype), lse[:, :L]
+
+
+def tile_shape(o: Operands) -> tuple[int, int]:
+    """Tiles that fit a CPU's cache; on accelerators, enough work to fill the chip."""
+    if o.additive is not None:  # a tile holds [l, m, K]
+        return 64, 64
+    return (256, 512) if jax.default_backend() == "cpu" else (1024, 2048)
+
+
+class Pairs:
+    """Which (query block, key block) pairs a call goes through; hashable, so that it can be static."""
+
+    def __init__(self, pairs: np.ndarray, sparse: bool):
+        self.i, self.j, self.sparse = pairs[:, 0], pairs[:, 1], sparse
+        self._key = (pairs.tobytes(), sparse)
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pairs) and self._key == other._key
+
+
+def candidates(form: Form, n: int, n_keys: int, l: int, m: int, contiguous: bool) -> np.ndarray:
+    """The block pairs `[n, 2]`, int32, that may hold a visible pair of tokens, as far as is known when traced."""
+    i, j = np.mgrid[:n, :n_keys].astype(np.int32)
+    if contiguous:
+        keep = may_see(form, i * l, i * l + l - 1, j * m, j * m + m - 1)
+        i, j = i[keep], j[keep]
+    return np.stack([i.ravel(), j.ravel()], axis=1)
+
+
+def may_see(form: Form, q_low: Any, q_high: Any, k_low: Any, k_high: Any) -> Any:
+    """Whether queries at positions q_low..q_high may see keys at k_low..k_high."""
+    seen = q_low == q_low
+    if form.causal:
+        seen = seen & ((q_high >= k_low) | (k_low < form.prefix))
+    if form.window:
+        seen = seen & (q_low - k_high < form.window) & (k_low - q_high < form.window)
+    return seen
+
+
+def pad(o: Operands, queries: int, keys: int) -> Operands:
+    """Whole blocks; keys that fill the last one belong to no document."""
+    if not queries and not keys:
+        return o
+    q_segments, k_segments = o.q_segments, o.k_segments
+    if keys and k_segments is None:
+        q_segments = jnp.ones((1, o.q.shape[1]), jnp.int32)
+        k_segments = jnp.ones((1, o.k.shape[1]), jnp.int32)
+
+    def longer(x: jax.Array | None, n: int, mode: str = "constant") -> jax.Array | None:
+        return None if x is None else jnp.pad(x, [(0, 0), (0, n)] + [(0, 0)] * (x.ndim - 2), mode=mode)
+
+    return o.replace(
+        q=longer(o.q, queries),
+        k=longer(o.k, keys),
+        v=longer(o.v, keys),
+        q_positions=longer(o.q_positions, queries, "edge"),
+        k_positions=longer(o.k_positions, keys, "edge"),
+        q_segments=longer(q_segments, queries),
+        k_segments=longer(k_segments, keys),
+    )
+
+
+def blocks(x: jax.Array | None, size: int) -> jax.Array | None:
+    """`[B, n * size, ...]` to `[n, B, size, ...]`."""
+    return None if x is None else jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+
+
+def unblocks(x: jax.Array) -> jax.Array:
+    """`[n, B, size, ...]` to `[B, n * size, ...]`."""
+    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
+
+
+def cut(o: Operands, tile: tuple[int, int]) -> Operands:
+    """Every array with its blocks in front."""
+    l, m = tile
+    return o.replace(
+        q=blocks(o.q, l),
+        k=blocks(o.k, m),
+        v=blocks(o.v, m),
+        q_positions=blocks(o.q_positions, l),
+        k_positions=blocks(o.k_positions, m),
+        q_segments=blocks(o.q_segments, l),
+        k_segments=blocks(o.k_segments, m),
+    )
+
+
+def at(o: Operands, i: jax.Array, j: jax.Array) -> Operands:
+    """Block i of the queries and block j of the keys."""
+    return o.replace(
+        q=o.q[i],
+        k=o.k[j],
+        v=o.v[j],
+        q_positions=o.q_positions[i],
+        k_positions=o.k_positions[j],
+        q_segments=None if o.q_segments is None else o.q_segments[i],
+        k_segments=None if o.k_segments is None else o.k_segments[j],
+    )
+
+
+def needed(form: Form, c: Operands, pairs: Pairs) -> jax.Array:
+    """Whether any row of the batch may have a visible pair of tokens in each pair of blocks, by the extents of both."""
+
+    def extents(positions: jax.Array, segments: jax.Array | None) -> tuple[jax.Array, ...]:
+        """First and last position and document of each block and row, padding left out, `[n, B or 1]` each."""
+        segments = jnp.ones_like(positions) if segments is None else segments
+        positions, segments = jnp.broadcast_arrays(positions, segments)
+        real, far = segments > 0, jnp.iinfo(jnp.int32).max
+        ends = [(jnp.where(real, x, far).min(-1), jnp.where(real, x, -1).max(-1)) for x in (positions, segments)]
+        return *ends[0], *ends[1]
+
+    q_low, q_high, q_first, q_last = (x[pairs.i] for x in extents(c.q_positions, c.q_segments))
+    k_low, k_high, k_first, k_last = (x[pairs.j] for x in extents(c.k_positions, c.k_segments))
+    same = (q_last >= k_first) & (k_last >= q_first)
+    return jnp.any(may_see(form, q_low, q_high, k_low, k_high) & same, axis=-1)
+
+
+def tile_mask(form: Form, t: Operands) -> jax.Array | None:
+    mask = visible(form, t.q_positions, t.k_positions, t.q_segments, t.k_segments)
+    return None if mask is None else mask[:, None, None]
+
+
+def when(sparse: bool, wanted: jax.Array, function, *operands):
+    """`function(*operands)` where wanted, else the operands as they are; they are small, so passing them is cheap."""
+    if not sparse:
+        return function(*operands)
+    return lax.cond(wanted, function, lambda *same: same, *operands)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _tiled(form: Form, tile: tuple[int, int], pairs: Pairs, o: Operands) -> tuple[jax.Array, jax.Array]:
+    return forward(form, tile, pairs, o)[0]
+
+
+def forward(form: Form, tile: tuple[int, int], pairs: Pairs, o: Operands):
+    B, L, G, R, _ = o.q.shape
+    dtype, n, l = wide(o.q.dtype), L // tile[0], tile[0]
+    c = cut(o, tile)
+    wanted = needed(form, c, pairs) if pairs.sparse else jnp.ones(len(pairs.i), bool)
+
+    def step(carry, pair):
+        i, j, want = pair
+        t = at(c, i, j)
+
+        def see(top, total, sum_):
+            scores = shape_scores(form, raw_scores(t.q, t.k, t.additive), t.bias, t.q_positions, t.k_positions)
+            mask = tile_mask(form, t)
+            if mask is not None:
+                scores = jnp.where(mask, scores, -jnp.inf)
+            higher = jnp.maximum(top, jnp.max(scores, axis=-1))
+            weights = jnp.exp(scores - higher[..., None])
+            shrink = jnp.exp(top - higher)
+            seen = jnp.einsum("bgrlm,bmgv->bgrlv", weights.astype(t.v.dtype), t.v, preferred_element_type=dtype)
+            return higher, total * shrink + jnp.sum(weights, axis=-1), sum_ * shrink[..., None] + seen
+
+        new = when(pairs.sparse, want, see, *(x[i] for x in carry))
+        return tuple(lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(carry, new, strict=True)), None
+
+    # A sink is a key that has been seen already, with a value of 0.
+    top = jnp.full((n, B, G, R, l), LOW, dtype)
+    total = jnp.zeros((n, B, G, R, l), dtype)
+    if o.sinks is not None:
+        top, total = top.at[:].set(o.sinks[..., None].astype(dtype)), total + 1
+    start = (top, total, jnp.zeros((n, B, G, R, l, o.v.shape[-1]), dtype))
+    (top, total, sum_), _ = lax.scan(step, start, (pairs.i, pairs.j, wanted))
+    total = jnp.where(total > 0, total, 1)
+    out = unblocks(jnp.moveaxis(sum_ / total[..., None], 4, 2))
+    lse = unblocks(jnp.moveaxis(top + jnp.log(total), 4, 2))
+    return (out, lse), (o, out, lse)
+
+
+def backward(form: Form, tile: tuple[int, int], pairs: Pairs, kept, grads):
+    o, out, lse = kept
+    d_out, d_lse = grads
+    dtype = wide(o.q.dtype)
+    c = cut(o, tile)
+    wanted = needed(form, c, pairs) if pairs.sparse else jnp.ones(len(pairs.i), bool)
+    delta = jnp.sum(d_out * out, axis=-1) - d_lse  # [B, L, G, R]
+
+    def by_head(x):  # [n, B, l, G, R, ...] -> [n, B, G, R, l, ...]
+        return jnp.moveaxis(blocks(x, tile[0]), 2, 4)
+
+    d_outs, lses, deltas = by_head(d_out.astype(o.v.dtype)), by_head(lse), by_head(delta)
+
+    def step(carry, pair):
+        d_q, d_k, d_v, d_shared = carry
+        i, j, want = pair
+        t = at(c, i, j)
+
+        def see(d_q, d_k, d_v, d_shared):
+            raw, pull_raw = scores_with_pull(t)
+            scores, pull = jax.vjp(
+                lambda raw, bias: shape_scores(form, raw, bias, t.q_positions, t.k_positions), raw, t.bias
+            )
+            weights = jnp.exp(scores - lses[i][..., None])
+            mask = tile_mask(form, t)
+            if mask is not None:
+                weights = jnp.where(mask, weights, 0)
+            d_seen = jnp.einsum("bgrlm,bgrlv->bmgv", weights.astype(t.v.dtype), d_outs[i], preferred_element_type=dtype)
+            d_weights = jnp.einsum("bgrlv,bmgv->bgrlm", d_outs[i], t.v, preferred_element_type=dtype)
+            d_raw, d_bias = pull(weights * (d_weights - deltas[i][..., None]))
+            d_query, d_key, d_additive = pull_raw(d_raw)
+            d_shared = jax.tree.map(jnp.add, d_shared, (d_bias, d_additive))
+            return d_q + d_query, d_k + d_key, d_v + d_seen, d_shared
+
+        new = when(pairs.sparse, want, see, d_q[i], d_k[j], d_v[j], d_shared)
+        at_block = (i, j, j)
+        arrays = tuple(
+            lax.dynamic_update_index_in_dim(x, y, b, 0) for x, y, b in zip(carry[:3], new[:3], at_block, strict=True)
+        )
+        return (*arrays, new[3]), None
+
+    start = (*(jnp.zeros(x.shape, dtype) for x in (c.q, c.k, c.v)), jax.tree.map(jnp.zeros_like, (o.bias, o.additive)))
+    (d_q, d_k, d_v, (d_bias, d_additive)), _ = lax.scan(step, start, (pairs.i, pairs.j, wanted))
+    d_sinks = None
+    if o.sinks is not None:
+        d_sinks = -jnp.sum(jnp.exp(o.sinks - lse) * delta, axis=(0, 1)).astype(o.sinks.dtype)
+    nothing = dict(q_positions=None, k_positions=None, q_segments=None, k_segments=None)
+    return (
+        o.replace(
+            q=unblocks(d_q).astype(o.q.dtype),
+            k=unblocks(d_k).astype(o.k.dtype),
+            v=unblocks(d_v).astype(o.v.dtype),
+            bias=d_bias,
+            sinks=d_sinks,
+            additive=d_additive,
+            **nothing,
+        ),
+    )
+
+
+def scores_with_pull(t: Operands):
+    """Raw scores of a tile, and what takes their gradient to queries, keys and additive weights."""
+    dtype = wide(t.q.dtype)
+    raw = raw_scores(t.q, t.k, t.additive)
+    if t.additive is not None:
+        _, pull = jax.vjp(raw_scores, t.q.astype(dtype), t.k.astype(dtype), t.additive)
+        return raw, pull
+
+    def pull_dot(d_raw):  # by hand: the products stay in the narrow dtype, which is where accelerators are fast
+        d_raw = d_raw.astype(t.q.dtype)
+        d_q = jnp.einsum("bgrlm,bmgk->blgrk", d_raw, t.k, preferred_element_type=dtype)
+        d_k = jnp.einsum("bgrlm,blgrk->bmgk", d_raw, t.q, preferred_element_type=dtype)
+        return d_q, d_k, None
+
+    return raw, pull_dot
+
+
+_tiled.defvjp(forward, backward)

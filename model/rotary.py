@@ -1,0 +1,232 @@
+"""Rotary positions: queries and keys turned by their position, so that scores know the offset alone.
+
+Long contexts turn slower (linear, NTK, YaRN, Llama 3) or let far keys fade (xPos). The conventions of the scalings
+are those of Hugging Face transformers, so that its settings carry over.
+"""
+
+import math
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model.contract import wide
+from model.errors import UserError, choose
+from model.position import Position
+
+LAYOUTS = {"half", "interleaved"}
+STRIDE = 1024
+
+# YaRN: dims that turn more often than the first over the original length are kept, less than the second, slowed.
+YARN_FAST, YARN_SLOW = 32, 1
+# Llama 3: the same two bounds, high and low frequency.
+LLAMA3_HIGH, LLAMA3_LOW = 4, 1
+
+XPOS_GAMMA = 0.4
+# Two scales differ by at most e^80, which leaves e^8 for the score itself: float32 ends at e^88.
+XPOS_REACH = 80.0
+
+
+def inverse_frequencies(dim: int, theta: float) -> np.ndarray:
+    """Radians a position turns pair i by, `theta^(-2i/dim)`, `[dim/2]`."""
+    return theta ** (-np.arange(0, dim, 2) / dim)
+
+
+def angles(positions: jax.Array, frequencies: np.ndarray, dtype: Any) -> jax.Array:
+    """`position * frequency` less whole turns, `[..., dim/2]`.
+
+    A float32 product is off by 0.002 radians at position 100,000. So strides are counted apart, and the whole turns
+    that one stride makes are taken off in float64.
+    """
+    f = wide(dtype)
+    strides, rest = positions // STRIDE, positions % STRIDE
+    turn = np.mod(STRIDE * frequencies, 2 * np.pi)
+    return strides[..., None].astype(f) * jnp.asarray(turn, f) + rest[..., None].astype(f) * jnp.asarray(frequencies, f)
+
+
+def turn_pairs(x: jax.Array, sin: jax.Array, cos: jax.Array, layout: str) -> jax.Array:
+    """Turns pairs of the last axis: dims (i, i + K/2) if laid out in halves, (2i, 2i + 1) if interleaved."""
+    if layout == "half":
+        first, second = jnp.split(x, 2, axis=-1)
+    else:
+        first, second = x[..., ::2], x[..., 1::2]
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(turned, -1) if layout == "half" else jnp.stack(turned, -1).reshape(x.shape)
+
+
+def linear(dim: int, theta: float, factor: float, original_length: int, span: int) -> tuple[np.ndarray, float]:
+    """Position interpolation, `position / factor` (https://arxiv.org/abs/2306.15595)."""
+    return inverse_frequencies(dim, theta) / factor, 1.0
+
+
+def ntk(dim: int, theta: float, factor: float, original_length: int, span: int) -> tuple[np.ndarray, float]:
+    """NTK-aware: a larger base, such that the slowest pair turns slower by the factor and the fastest as before."""
+    return inverse_frequencies(dim, theta * factor ** (dim / (dim - 2))), 1.0
+
+
+def dynamic_ntk(dim: int, theta: float, factor: float, original_length: int, span: int) -> tuple[np.ndarray, float]:
+    """NTK-aware, by a factor that grows with the span and is 1 up to the original length."""
+    return ntk(dim, theta, factor * max(span / original_length, 1.0) - (factor - 1), original_length, span)
+
+
+def yarn_range(dim: int, theta: float, original_length: int) -> tuple[int, int]:
+    """The pairs between which YaRN passes from kept to slowed."""
+
+    def pair(turns: float) -> float:
+        return dim * math.log(original_length / (2 * math.pi * turns)) / (2 * math.log(theta))
+
+    return max(math.floor(pair(YARN_FAST)), 0), min(math.ceil(pair(YARN_SLOW)), dim - 1)
+
+
+def yarn(dim: int, theta: float, factor: float, original_length: int, span: int) -> tuple[np.ndarray, float]:
+    """YaRN: slow pairs interpolated, fast ones kept, scores made sharper (https://arxiv.org/abs/2309.00071)."""
+    plain, (low, high) = inverse_frequencies(dim, theta), yarn_range(dim, theta, original_length)
+    slowed = np.clip((np.arange(dim // 2) - low) / (high - low if high != low else 0.001), 0, 1)
+    return plain * (slowed / factor + (1 - slowed)), 0.1 * math.log(factor) + 1
+
+
+def llama3(dim: int, theta: float, factor: float, original_length: int, span: int) -> tuple[np.ndarray, float]:
+    """Llama 3: slow pairs interpolated, fast ones kept, by their turns in the original length (https://arxiv.org/abs/2407.21783)."""
+    plain = inverse_frequencies(dim, theta)
+    turns = original_length * plain / (2 * np.pi)
+    kept = np.clip((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW), 0, 1)
+    return plain * ((1 - kept) / factor + kept), 1.0
+
+
+SCALINGS = {
+    "none": linear,
+    "linear": linear,
+    "ntk": ntk,
+    "dynamic_ntk": dynamic_ntk,
+    "yarn": yarn,
+    "llama3": llama3,
+}
+
+
+def frequencies(
+    dim: int, theta: float, scaling: str, factor: float, original_length: int, span: int
+) -> tuple[np.ndarray, float]:
+    """The inverse frequencies `[dim/2]`, float64, and the temperature that sines and cosines are multiplied by."""
+    scale = choose("model.rope.scaling", scaling, SCALINGS)
+    if theta <= 1:
+        raise UserError(f"model.rope.theta {theta} must be above 1; usual: 10000.0")
+    if factor < 1:
+        raise UserError(f"model.rope.factor {factor} must be at least 1; closest: 1.0")
+    if original_length < 1:
+        raise UserError(f"model.rope.original_length {original_length} must be at least 1; closest: 1")
+    if scaling == "none" and factor != 1:
+        others = ", ".join(sorted(SCALINGS.keys() - {"none"}))
+        raise UserError(f"model.rope.factor {factor} is read by no scaling; set it to 1.0, or the scaling to {others}")
+    if scale in (ntk, dynamic_ntk) and dim < 4:
+        raise UserError(f"model.rope.scaling {scaling!r} needs at least 4 rotated dims, not {dim}; closest: linear")
+    return scale(dim, theta, factor, original_length, span)
+
+
+def rotary_dim(head_dim: int, fraction: float) -> int:
+    """How many of the head's dims turn."""
+    if not 0 < fraction <= 1:
+        raise UserError(f"model.rope.fraction {fraction} must be above 0 and at most 1; closest: 1.0")
+    dim = int(fraction * head_dim + 1e-6)  # 0.58 of 100 is 57.99.. in floats
+    if dim < 2 or dim % 2:
+        what = "the head dim" if fraction == 1 else f"model.rope.fraction {fraction} of head dim {head_dim}"
+        near = max(dim - 1, 2)
+        hint = near if fraction == 1 else f"{near}, fraction={near / head_dim}"
+        raise UserError(f"rope rotates pairs, so {what} must be even, not {dim}; closest: {hint}")
+    return dim
+
+
+class Rope(Position):
+    """Rotary positions: queries and keys turned by their position (https://arxiv.org/abs/2104.09864).
+
+    `dynamic_ntk` reads the span, so a cache turns as a row of its room does, however few tokens it holds.
+    """
+
+    theta: float = 10_000.0
+    fraction: float = 1.0  # of the head's dims, the first ones, that turn
+    layout: str = "half"  # which dims are a pair: half (i, i + K/2) or interleaved (2i, 2i + 1)
+    scaling: str = "none"  # for lengths past the trained one: none, linear, ntk, dynamic_ntk, yarn, llama3
+    factor: float = 1.0  # of the scaling: the length wanted over the length trained at
+    original_length: int = 2048  # the length trained at; read by dynamic_ntk, yarn, llama3
+
+    needs_attention: ClassVar[bool] = True
+
+    @property
+    def stretches(self) -> bool:
+        return self.scaling == "dynamic_ntk"
+
+    def check(self, head_dim: int) -> None:
+        choose("model.rope.layout", self.layout, LAYOUTS)
+        dim = rotary_dim(head_dim, self.fraction)
+        frequencies(dim, self.theta, self.scaling, self.factor, self.original_length, span=1)
+
+    def rotate_queries(self, q: jax.Array, positions: jax.Array, span: int) -> jax.Array:
+        return self.rotate(q, positions, span)
+
+    def rotate_keys(self, k: jax.Array, positions: jax.Array, span: int) -> jax.Array:
+        return self.rotate(k, positions, span)
+
+    def rotate(self, x: jax.Array, positions: jax.Array, span: int) -> jax.Array:
+        self.check(x.shape[-1])
+        dim = rotary_dim(x.shape[-1], self.fraction)
+        inverse, temperature = frequencies(dim, self.theta, self.scaling, self.factor, self.original_length, span)
+        angle = angles(positions, inverse, self.dtype)[..., None, :]
+        sin, cos = temperature * jnp.sin(angle), temperature * jnp.cos(angle)
+        turned = turn_pairs(x[..., :dim].astype(sin.dtype), sin, cos, self.layout).astype(x.dtype)
+        return jnp.concatenate([turned, x[..., dim:]], axis=-1)
+
+
+def xpos_scale(positions: jax.Array, dim: int, rate: float, span: int, dtype: Any) -> jax.Array:
+    """`zeta^(rate (position - span/2))`, `[..., dim/2]`, with `zeta_i = (2i/dim + gamma) / (1 + gamma)`."""
+    f = wide(dtype)
+    zeta = (np.arange(0, dim, 2) / dim + XPOS_GAMMA) / (1 + XPOS_GAMMA)
+    return jnp.exp((2 * positions - span)[..., None].astype(f) * jnp.asarray(rate / 2 * np.log(zeta), f))
+
+
+class XPos(Position):
+    """xPos: rotary positions whose scores fade with distance (https://arxiv.org/abs/2212.10554).
+
+    The fading, `zeta^((i - j) / scale_base)`, is split over query and key, which shrink and grow exponentially with the
+    position. So scores of later keys explode, and float32 holds lengths up to `limit()` and no more. Positions are
+    counted from the middle of the span: that changes no score, and halves the exponents.
+    """
+
+    theta: float = 10_000.0
+    layout: str = "half"  # which dims are a pair: half (i, i + K/2) or interleaved (2i, 2i + 1)
+    scale_base: int = 512  # the distance over which scores fade by zeta, 0.29 for the fastest pair
+
+    needs_attention: ClassVar[bool] = True
+    causal_only: ClassVar[bool] = True
+
+    def limit(self) -> int:
+        return int(XPOS_REACH * self.scale_base / math.log((1 + XPOS_GAMMA) / XPOS_GAMMA))
+
+    def check(self, head_dim: int) -> None:
+        choose("model.xpos.layout", self.layout, LAYOUTS)
+        if self.theta <= 1:
+            raise UserError(f"model.xpos.theta {self.theta} must be above 1; usual: 10000.0")
+        if self.scale_base < 1:
+            raise UserError(f"model.xpos.scale_base {self.scale_base} must be at least 1; usual: 512")
+        if head_dim % 2:
+            near = max(head_dim - 1, 2)
+            raise UserError(f"xpos rotates pairs, so the head dim must be even, not {head_dim}; closest: {near}")
+
+    def rotate_queries(self, q: jax.Array, positions: jax.Array, span: int) -> jax.Array:
+        return self.rotate(q, positions, span, sign=1)
+
+    def rotate_keys(self, k: jax.Array, positions: jax.Array, span: int) -> jax.Array:
+        return self.rotate(k, positions, span, sign=-1)
+
+    def rotate(self, x: jax.Array, positions: jax.Array, span: int, sign: int) -> jax.Array:
+        """Turned by the position, and scaled by zeta to its power, or with a sign of -1 by the inverse."""
+        K, limit = x.shape[-1], self.limit()
+        self.check(K)
+        if span > limit:
+            raise UserError(
+                f"length {span} is past the {limit} that xpos can place with scale_base {self.scale_base}; "
+                f"closest: model.xpos.scale_base={math.ceil(self.scale_base * span / limit)}"
+            )
+        angle = angles(positions, inverse_frequencies(K, self.theta), self.dtype)[..., None, :]
+        scale = xpos_scale(positions, K, sign / self.scale_base, span, self.dtype)[..., None, :]
+        turned = turn_pairs(x.astype(scale.dtype), scale * jnp.sin(angle), scale * jnp.cos(angle), self.layout)
+        return turned.astype(x.dtype)

@@ -1,0 +1,232 @@
+"""Position encodings that add to the scores a function of the query's and the key's position.
+
+Each is a function of (parameters, q_positions, k_positions) that attention calls tile by tile, and a module that
+declares the parameters. A key that the query does not see has a finite value too, and a finite gradient.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model.contract import wide
+from model.errors import UserError, choose
+from model.ops.scores import Bias
+from model.position import Position
+
+
+def distances(q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
+    """How far back each key lies, `[B or 1, L, M]`: negative for later keys."""
+    return q_positions[:, :, None] - k_positions[:, None, :]
+
+
+def alibi_slopes(n_heads: int) -> np.ndarray:
+    """`2^(-8h/n)` for a power of two; else those of the next lower power, then every other one of its double."""
+    power = 2 ** int(np.floor(np.log2(n_heads)))
+    slopes = 2.0 ** (-8.0 * np.arange(1, power + 1) / power)
+    between = 2.0 ** (-8.0 * np.arange(1, 2 * power + 1, 2) / (2 * power))
+    return np.concatenate([slopes, between])[:n_heads]
+
+
+def alibi_bias(slopes: jax.Array, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
+    """`-m |i - j|`, `[B or 1, H, L, M]`; slopes m: [H]."""
+    distance = jnp.abs(distances(q_positions, k_positions))[:, None].astype(slopes.dtype)
+    return -jax.lax.stop_gradient(slopes)[:, None, None] * distance  # they are fixed: spares their gradient
+
+
+class ALiBi(Position):
+    """Linear biases on the scores, falling with distance (https://arxiv.org/abs/2108.12409)."""
+
+    needs_attention: ClassVar[bool] = True
+
+    def bias(self, n_heads: int, causal: bool) -> Bias:
+        return Bias(params=jnp.asarray(alibi_slopes(n_heads), wide(self.dtype)), fn=alibi_bias)
+
+
+def bucket_edges(buckets: int, max_distance: int) -> list[int]:
+    """The first distance of each bucket past those of a single one: `exact (max_distance / exact)^(i / shared)`.
+
+    In whole numbers, because a rounded logarithm may fall on either side of an edge.
+    """
+    exact = buckets // 2
+    shared = buckets - exact
+    edges = []
+    for i in range(1, shared):
+        edge = int(exact * (max_distance / exact) ** (i / shared)) - 1
+        while edge**shared < max_distance**i * exact ** (shared - i):
+            edge += 1
+        edges.append(edge)
+    return edges
+
+
+def t5_bucket(distance: jax.Array, buckets: int, max_distance: int, causal: bool) -> jax.Array:
+    """The bucket of each distance: small ones have their own, larger ones share; later keys have the upper half."""
+    if causal:
+        first, n = 0, jnp.maximum(distance, 0)
+    else:
+        buckets //= 2
+        first, n = jnp.where(distance < 0, buckets, 0), jnp.abs(distance)
+    passed = sum((n >= edge).astype(n.dtype) for edge in bucket_edges(buckets, max_distance))
+    return first + jnp.minimum(n, buckets // 2) + passed
+
+
+@dataclass(frozen=True)
+class T5Bias:
+    """`table[bucket(i - j)]`, `[B or 1, H, L, M]`; table: [buckets, H]."""
+
+    buckets: int
+    max_distance: int
+    causal: bool
+
+    def __call__(self, table: jax.Array, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
+        bucket = t5_bucket(distances(q_positions, k_positions), self.buckets, self.max_distance, self.causal)
+        return jnp.moveaxis(jnp.take(table, bucket, axis=0), -1, 1)
+
+
+class T5(Position):
+    """A learned bias for each head and bucket of distances (https://arxiv.org/abs/1910.10683).
+
+    Every layer has its own table; T5 shares the first layer's.
+    """
+
+    buckets: int = 32  # both ways, half of them are for later keys
+    max_distance: int = 128  # from here on all distances share the last bucket
+
+    needs_attention: ClassVar[bool] = True
+    groups: ClassVar[dict[str, str]] = {"table": "no_decay"}
+
+    def check(self, head_dim: int) -> None:
+        if self.buckets < 4 or self.buckets % 2:
+            near = max(self.buckets - self.buckets % 2, 4)
+            raise UserError(f"model.t5.buckets {self.buckets} must be even and at least 4; closest: {near}")
+        if self.max_distance <= self.buckets // 2:
+            raise UserError(
+                f"model.t5.max_distance {self.max_distance} must be above {self.buckets // 2}, half of the buckets; "
+                f"closest: {self.buckets // 2 + 1}"
+            )
+
+    @nn.compact
+    def bias(self, n_heads: int, causal: bool) -> Bias:
+        self.check(head_dim=0)
+        init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (None, "heads"))
+        table = self.param("table", init, (self.buckets, n_heads), wide(self.dtype))
+        return Bias(params=table, fn=T5Bias(self.buckets, self.max_distance, causal))
+
+
+def kerple_log(r: dict[str, jax.Array], q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
+    """`-r1 log(1 + r2 |i - j|)`, `[B or 1, H, L, M]`, with r1, r2 > 0 the softplus of the parameters `[H]`."""
+    r1, r2 = (jax.nn.softplus(r[name])[:, None, None] for name in ("r1", "r2"))
+    distance = jnp.abs(distances(q_positions, k_positions))[:, None].astype(r1.dtype)
+    return -r1 * jnp.log1p(r2 * distance)
+
+
+def kerple_power(r: dict[str, jax.Array], q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
+    """`-r1 |i - j|^r2`, with r1 > 0 a softplus and 0 < r2 < 2 twice a sigmoid."""
+    r1, r2 = jax.nn.softplus(r["r1"])[:, None, None], 2 * jax.nn.sigmoid(r["r2"])[:, None, None]
+    distance = jnp.abs(distances(q_positions, k_positions))[:, None].astype(r1.dtype)
+    # The logarithm of 0 would be the gradient to r2.
+    return jnp.where(distance > 0, -r1 * jnp.exp(r2 * jnp.log(jnp.maximum(distance, 1))), 0)
+
+
+def starting(top: float, inverse: Callable[[jax.Array], jax.Array]) -> nn.initializers.Initializer:
+    """The parameter of a value that starts uniform up to `top`, as in the authors' code."""
+    return lambda key, shape, dtype: inverse(jax.random.uniform(key, shape, dtype, 0.01, top))
+
+
+def softplus_inverse(r: jax.Array) -> jax.Array:
+    return jnp.log(jnp.expm1(r))
+
+
+KERPLES = {"log": kerple_log, "power": kerple_power}
+KERPLE_INITS = {
+    "log": {"r1": starting(2.0, softplus_inverse), "r2": starting(1.0, softplus_inverse)},
+    "power": {"r1": starting(1.0, softplus_inverse), "r2": starting(1.99, lambda r: jax.scipy.special.logit(r / 2))},
+}
+
+
+class Kerple(Position):
+    """Learned kernels of the distance, falling with it at each head's own rate (https://arxiv.org/abs/2205.09921)."""
+
+    variant: str = "log"  # log or power
+
+    needs_attention: ClassVar[bool] = True
+    groups: ClassVar[dict[str, str]] = {"r1": "no_decay", "r2": "no_decay"}
+
+    def check(self, head_dim: int) -> None:
+        choose("model.kerple.variant", self.variant, KERPLES)
+
+    @nn.compact
+    def bias(self, n_heads: int, causal: bool) -> Bias:
+        self.check(head_dim=0)
+        params = {
+            name: self.param(name, nn.with_logical_partitioning(init, ("heads",)), (n_heads,), wide(self.dtype))
+            for name, init in KERPLE_INITS[self.variant].items()
+        }
+        return Bias(params=params, fn=KERPLES[self.variant])
+
+
+def fire_input(c: jax.Array, threshold: jax.Array, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
+    """`psi(|i - j|) / psi(max(threshold, i, j))` in [0, 1], with `psi(x) = log(1 + c x)`, `[B or 1, L, M]`.
+
+    The paper divides by `psi(max(threshold, i))`, which is the same where no key is later than the query, as there.
+    """
+    f = c.dtype
+    distance = jnp.abs(distances(q_positions, k_positions)).astype(f)
+    later = jnp.maximum(q_positions[:, :, None], k_positions[:, None, :]).astype(f)
+    # At least 1, which matters only to position 0 itself: its distance 0 is not divided by 0.
+    return jnp.log1p(c * distance) / jnp.log1p(c * jnp.maximum(jnp.maximum(threshold, later), 1))
+
+
+def fire_bias(p: dict[str, jax.Array], q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
+    """An MLP of the interpolated distance, `[B or 1, H, L, M]`."""
+    x = fire_input(jnp.exp(p["log_c"]), jnp.exp(p["log_L"]), q_positions, k_positions)
+    hidden = jax.nn.relu(x[..., None] * p["hidden"] + p["hidden_bias"])
+    # In full: accelerators would round the factors, some to 8 bits.
+    return jnp.einsum("blmu,uh->bhlm", hidden, p["out"], precision="highest")
+
+
+class FIRE(Position):
+    """A learned function of the distance as a part of the query's position (https://arxiv.org/abs/2310.04418).
+
+    What it reads lies between 0 and 1 at every length. The output has no bias: softmax does not see a constant.
+    """
+
+    width: int = 32  # of the MLP
+    c: float = 0.1  # at the start; the larger, the finer are small distances told apart
+    threshold: float = 512.0  # L at the start: queries before it divide by it, not by their position
+
+    needs_attention: ClassVar[bool] = True
+    relative: ClassVar[bool] = False
+    groups: ClassVar[dict[str, str]] = {"log_c": "no_decay", "log_L": "no_decay", "hidden_bias": "no_decay"}
+
+    def check(self, head_dim: int) -> None:
+        if self.width < 1:
+            raise UserError(f"model.fire.width {self.width} must be at least 1; usual: 32")
+        for name, value, usual in (("c", self.c, 0.1), ("threshold", self.threshold, 512.0)):
+            if value <= 0:
+                raise UserError(f"model.fire.{name} {value} must be above 0; usual: {usual}")
+
+    @nn.compact
+    def bias(self, n_heads: int, causal: bool) -> Bias:
+        self.check(head_dim=0)
+
+        def uniform(bound: float):
+            return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
+
+        def param(name: str, init: Any, shape: tuple[int, ...] = (), axes: tuple[str | None, ...] = ()):
+            return self.param(name, nn.with_logical_partitioning(init, axes), shape, wide(self.dtype))
+
+        constant = nn.initializers.constant
+        params = {
+            "log_c": param("log_c", constant(math.log(self.c))),
+            "log_L": param("log_L", constant(math.log(self.threshold))),
+            "hidden": param("hidden", uniform(1.0), (self.width,), (None,)),
+            "hidden_bias": param("hidden_bias", uniform(1.0), (self.width,), (None,)),
+            "out": param("out", uniform(self.width**-0.5), (self.width, n_heads), (None, "heads")),
+        }
+        return Bias(params=params, fn=fire_bias)

@@ -1,0 +1,205 @@
+"""Attention against torch and transformers: the same weights, the same outputs and gradients."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import DeepseekV3Config, LlamaConfig, Qwen3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
+from transformers.models.gemma2 import modeling_gemma2 as gemma2
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+
+from model.contract import Context
+from model.mixers.attention import Attention
+from model.mixers.cross_attention import CrossAttention
+from model.mixers.mla import MLA
+from model.ops import tiled_attention
+from model.ops.attention import attention
+from model.positions import POSITIONS
+from tests.parity.agreement import agree, normal
+
+B, L, D, H, G, K = 2, 21, 32, 4, 2, 8
+HEADS = dict(q=(B, L, H, K), k=(B, L, G, K), v=(B, L, G, K))
+CAUSAL = torch.full((L, L), float("-inf")).triu(1)
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(tiled_attention, "tile_shape", lambda o: (8, 8))
+
+
+@pytest.fixture(params=["xla", "tiled"])
+def implementation(request):
+    return request.param
+
+
+def heads_first(x: torch.Tensor) -> torch.Tensor:
+    return x.transpose(1, 2)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_grouped_queries(implementation, causal):
+    def theirs(q, k, v):
+        y = scaled_dot_product_attention(*map(heads_first, (q, k, v)), is_causal=causal, enable_gqa=True)
+        return heads_first(y)
+
+    agree(theirs, partial(attention, causal=causal, implementation=implementation), normal(**HEADS))
+
+
+def test_window(implementation):
+    near = CAUSAL + torch.full((L, L), float("-inf")).tril(-5)
+
+    def theirs(q, k, v):
+        return heads_first(scaled_dot_product_attention(*map(heads_first, (q, k, v)), attn_mask=near, enable_gqa=True))
+
+    agree(theirs, partial(attention, window=5, implementation=implementation), normal(**HEADS))
+
+
+def test_soft_cap(implementation):
+    module = SimpleNamespace(num_key_value_groups=H // G, head_dim=K, training=False)
+
+    def theirs(q, k, v):
+        return gemma2.eager_attention_forward(module, *map(heads_first, (q, k, v)), CAUSAL, softcap=1.5)[0]
+
+    agree(theirs, partial(attention, soft_cap=1.5, implementation=implementation), normal(**HEADS))
+
+
+def test_sinks(implementation):
+    def theirs(q, k, v, sinks):
+        module = SimpleNamespace(num_key_value_groups=H // G, sinks=sinks, training=False)
+        return gpt_oss.eager_attention_forward(module, *map(heads_first, (q, k, v)), CAUSAL, scaling=K**-0.5)[0]
+
+    agree(theirs, partial(attention, implementation=implementation), normal(**HEADS, sinks=(H,)))
+
+
+# Whole modules. Kernels of ours are [D, H, K] where theirs are [H * K, D].
+
+
+def linear(weight: torch.Tensor) -> torch.Tensor:
+    """Our kernel `[D, H, K]` as their weight `[H K, D]`."""
+    return weight.reshape(weight.shape[0], -1).T
+
+
+def call(module: torch.nn.Module, weights: dict[str, torch.Tensor], *args):
+    return torch.func.functional_call(module, weights, args)[0]
+
+
+def rotary(embedding, config):
+    return embedding(config)(torch.zeros(1), torch.arange(L)[None])
+
+
+PROJECTIONS = dict(q=(D, H, K), k=(D, G, K), v=(D, G, K), out=(H, K, D))
+
+
+def test_llama_attention(implementation):
+    config = LlamaConfig(hidden_size=D, num_attention_heads=H, num_key_value_heads=G, attn_implementation="eager")
+    module, places = LlamaAttention(config, 0), rotary(LlamaRotaryEmbedding, config)
+
+    def theirs(x, q, k, v, out):
+        weights = {"q_proj.weight": linear(q), "k_proj.weight": linear(k), "v_proj.weight": linear(v)}
+        return call(module, weights | {"o_proj.weight": out.reshape(-1, D).T}, x, places, CAUSAL)
+
+    mixer = Attention(width=D, position=POSITIONS["rope"], n_heads=H, n_kv_heads=G, implementation=implementation)
+
+    def ours(x, **kernels):
+        return mixer.apply({"params": {name: {"kernel": value} for name, value in kernels.items()}}, x, Context())[0]
+
+    agree(theirs, ours, normal(x=(B, L, D), **PROJECTIONS))
+
+
+def test_query_and_key_norms(implementation):
+    config = Qwen3Config(
+        hidden_size=D, num_attention_heads=H, num_key_value_heads=G, head_dim=K, rms_norm_eps=1e-5,
+        attn_implementation="eager",
+    )  # fmt: skip
+    module, places = Qwen3Attention(config, 0), rotary(LlamaRotaryEmbedding, config)
+
+    def theirs(x, q, k, v, out, q_norm, k_norm):
+        weights = {"q_proj.weight": linear(q), "k_proj.weight": linear(k), "v_proj.weight": linear(v)}
+        weights |= {"o_proj.weight": out.reshape(-1, D).T, "q_norm.weight": q_norm, "k_norm.weight": k_norm}
+        return call(module, weights, x, places, CAUSAL)
+
+    mixer = Attention(
+        width=D, position=POSITIONS["rope"], n_heads=H, n_kv_heads=G, qk_norm=True, implementation=implementation
+    )
+
+    def ours(x, q_norm, k_norm, **kernels):
+        params = {name: {"kernel": value} for name, value in kernels.items()}
+        return mixer.apply(
+            {"params": params | {"q_norm": {"scale": q_norm}, "k_norm": {"scale": k_norm}}}, x, Context()
+        )[0]
+
+    agree(theirs, ours, normal(x=(B, L, D), **PROJECTIONS, q_norm=(K,), k_norm=(K,)))
+
+
+def test_cross_attention(implementation):
+    M = 13
+    padding = torch.zeros(B, M, dtype=torch.bool)
+    padding[0, 9:] = True
+    module = torch.nn.MultiheadAttention(D, H, bias=False, batch_first=True)
+
+    def theirs(x, memory, q, k, v, out):
+        weights = {
+            "in_proj_weight": torch.cat([linear(q), linear(k), linear(v)]),
+            "out_proj.weight": out.reshape(-1, D).T,
+        }
+        return torch.func.functional_call(module, weights, (x, memory, memory), dict(key_padding_mask=padding))[0]
+
+    mixer = CrossAttention(width=D, n_heads=H, implementation=implementation)
+    segments = jnp.asarray((~padding).numpy(), jnp.int32)
+
+    def ours(x, memory, **kernels):
+        ctx = Context(memory=memory, memory_segments=segments)
+        return mixer.apply({"params": {name: {"kernel": value} for name, value in kernels.items()}}, x, ctx)[0]
+
+    full = dict(q=(D, H, K), k=(D, H, K), v=(D, H, K), out=(H, K, D))
+    agree(theirs, ours, normal(x=(B, L, D), memory=(B, M, D), **full))
+
+
+@pytest.mark.parametrize("q_rank", [0, 12])
+@pytest.mark.parametrize("form", ["whole", "cached"])
+def test_latent_attention(q_rank, form):
+    rank, P = 10, 6
+    config = DeepseekV3Config(
+        hidden_size=D, num_attention_heads=H, num_key_value_heads=H, q_lora_rank=q_rank or None, kv_lora_rank=rank,
+        qk_nope_head_dim=K, qk_rope_head_dim=P, v_head_dim=K, head_dim=P, attn_implementation="eager",
+    )  # fmt: skip
+    module, places = DeepseekV3Attention(config, 0), rotary(DeepseekV3RotaryEmbedding, config)
+    for norm in (module.kv_a_layernorm, *([module.q_a_layernorm] if q_rank else [])):
+        norm.variance_epsilon = 1e-5
+
+    def theirs(x, q, kv_down, k_shared, kv_norm, k_up, v_up, out, q_down=None, q_norm=None):
+        weights = {"kv_a_proj_with_mqa.weight": torch.cat([kv_down, k_shared[:, 0]], dim=1).T}
+        weights |= {"kv_a_layernorm.weight": kv_norm, "kv_b_proj.weight": linear(torch.cat([k_up, v_up], dim=2))}
+        weights |= {"o_proj.weight": out.reshape(-1, D).T}
+        if q_rank:
+            weights |= {"q_a_proj.weight": q_down.T, "q_a_layernorm.weight": q_norm, "q_b_proj.weight": linear(q)}
+        else:
+            weights |= {"q_proj.weight": linear(q)}
+        return call(module, weights, x, places, CAUSAL)
+
+    position = partial(POSITIONS["rope"], layout="interleaved")
+    mixer = MLA(width=D, position=position, n_heads=H, kv_rank=rank, q_rank=q_rank, shared_dim=P)
+
+    def ours(x, kv_norm, k_up, v_up, q_norm=None, **kernels):
+        params = {name: {"kernel": value} for name, value in kernels.items()}
+        params |= {"kv_norm": {"scale": kv_norm}, "k_up": k_up, "v_up": v_up}
+        params |= {"q_norm": {"scale": q_norm}} if q_rank else {}
+        if form == "whole":
+            return mixer.apply({"params": params}, x, Context())[0]
+        ctx = Context(positions=jnp.arange(L)[None])
+        return mixer.apply({"params": params}, x, ctx, mixer.init_state(B, L))[0]
+
+    shapes = dict(x=(B, L, D), q=(q_rank or D, H, K + P), kv_down=(D, rank), k_shared=(D, 1, P), kv_norm=(rank,))
+    shapes |= dict(k_up=(rank, H, K), v_up=(rank, H, K), out=(H, K, D))
+    shapes |= dict(q_down=(D, q_rank), q_norm=(q_rank,)) if q_rank else {}
+    # Inputs of a size that keeps the softmax away from its corners, where rounding is magnified.
+    arrays = {
+        name: value * (1 if name in ("x", "kv_norm", "q_norm") else 0.3) for name, value in normal(**shapes).items()
+    }
+    agree(theirs, ours, arrays)

@@ -1,0 +1,151 @@
+"""Position encodings: those added to embeddings, what the whole family promises, and mistakes."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.errors import UserError
+from model.positions import FIRE, POSITIONS, T5, Kerple, Learned, Position, Rope, Sinusoidal, XPos
+from model.rotary import LAYOUTS, inverse_frequencies
+from tests.places import BIASES, HEADS, ROPES, at, embed, named, queries, random, score
+
+
+@pytest.mark.quick
+def test_sinusoid_numbers():
+    waves = embed(Sinusoidal(), np.zeros((1, 2, 4), np.float32), at(0, 1))
+    np.testing.assert_allclose(waves[0], [[0, 1, 0, 1], [0.84147, 0.54030, 0.01, 0.99995]], atol=1e-5)
+
+
+@pytest.mark.quick
+def test_sinusoids_turn_with_the_offset():
+    D, k = 8, 7
+    speeds = inverse_frequencies(D, 10_000.0)
+    start, moved = (
+        np.asarray(embed(Sinusoidal(), np.zeros((1, 3, D), np.float32), at(*p)))[0]
+        for p in ((3, 103, 1003), (3 + k, 103 + k, 1003 + k))
+    )
+    # Inner products are a function of the offset alone ...
+    np.testing.assert_allclose(np.sum(start * moved, axis=1), np.cos(speeds * k).sum(), rtol=1e-4)
+    # ... because one rotation, the same everywhere, leads from each position to the one k later.
+    R = np.zeros((D, D))
+    for i, w in enumerate(speeds):
+        R[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] = [[np.cos(w * k), np.sin(w * k)], [-np.sin(w * k), np.cos(w * k)]]
+    np.testing.assert_allclose(moved, start @ R.T, atol=1e-4)
+
+
+@pytest.mark.quick
+def test_learned_table_is_looked_up():
+    learned = Learned(max_len=4)
+    table = random(4, 2)
+    out = embed(learned, np.ones((1, 3, 2), np.float32), at(3, 0, 3), {"params": {"table": table}})
+    np.testing.assert_allclose(out[0], 1 + table[[3, 0, 3]], rtol=1e-6)
+    assert learned.limit() == 4
+
+
+# The family
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("position", [*ROPES, XPos(), *BIASES], ids=named)
+def test_relative_positions_know_differences_alone(position):
+    x, places = random(1, 6, HEADS, 16), at(0, 1, 4, 9, 10, 15)
+
+    @jax.jit
+    def scores(places):
+        q, k = (position.apply({}, x, places, 128, method=f"rotate_{what}") for what in ("queries", "keys"))
+        added = nn.unbox(position.init_with_output(jax.random.key(0), HEADS, True, method="bias")[0])
+        found = jnp.einsum("blhk,bmhk->bhlm", q, k)
+        return found if added is None else found + added.fn(added.params, places, places)
+
+    moved = np.abs(np.tril(scores(places + 50) - scores(places))).max()
+    assert moved < 1e-3 if position.relative else moved > 1e-2
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("position", [*ROPES, XPos()], ids=named)
+def test_only_a_stretching_position_depends_on_the_span(position):
+    moved = score(position, 9, 2, span=512) - score(position, 9, 2, span=16)
+    assert abs(moved) > 1e-3 if position.stretches else abs(moved) < 1e-4
+
+
+@pytest.mark.quick
+def test_what_each_position_says_of_itself():
+    relative = {name for name, cls in POSITIONS.items() if cls.relative}
+    assert relative == {"none", "rope", "xpos", "alibi", "t5", "kerple"}
+    assert {name for name, cls in POSITIONS.items() if cls.causal_only} == {"xpos"}
+    assert {name for name, cls in POSITIONS.items() if not cls.needs_attention} == {"none", "sinusoidal", "learned"}
+    hooks = {
+        "embed": {"sinusoidal", "learned"},
+        "rotate_queries": {"rope", "xpos"},
+        "rotate_keys": {"rope", "xpos"},
+        "bias": {"alibi", "t5", "kerple", "fire"},
+    }
+    for hook, users in hooks.items():
+        assert {n for n, cls in POSITIONS.items() if getattr(cls, hook) is not getattr(Position, hook)} == users
+    x, places = random(1, 3, 2, 8), at(0, 1, 2)
+    assert Position().rotate_queries(x, places, 3) is x and Position().rotate_keys(x, places, 3) is x
+    assert Position().embed(x, places) is x and Position().bias(2, True) is None and Position().limit() is None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("position", BIASES, ids=named)
+def test_parameters_are_wide_named_and_in_groups(position):
+    boxed = jax.eval_shape(lambda: position.clone(dtype=jnp.bfloat16).init(jax.random.key(0), 4, True, method="bias"))
+    params = boxed.get("params", {})
+    assert set(position.groups) <= set(params) and set(position.groups.values()) <= {"no_decay"}
+    assert (set(params) - set(position.groups)) <= {"hidden", "out"}  # weights of a network are decayed
+    for name, box in params.items():
+        leaf = nn.unbox(box)
+        assert leaf.dtype == jnp.float32
+        assert box.names == tuple("heads" if n == 4 else None for n in leaf.shape), name
+
+
+# Mistakes
+
+
+MISTAKES = [
+    (Rope(), 3, "head dim must be even, not 3; closest: 2"),
+    (Rope(fraction=0.5), 6, "fraction 0.5 of head dim 6 must be even, not 3; closest: 2, fraction=0.333"),
+    (Rope(fraction=0.1), 8, "fraction 0.1 of head dim 8 must be even, not 0; closest: 2, fraction=0.25"),
+    (Rope(fraction=0.0), 8, "model.rope.fraction 0.0 must be above 0 and at most 1"),
+    (Rope(fraction=1.5), 8, "model.rope.fraction 1.5 must be above 0 and at most 1"),
+    (Rope(layout="halves"), 8, "unknown model.rope.layout 'halves'; choose from half, interleaved; closest: half"),
+    (Rope(scaling="yarm"), 8, "unknown model.rope.scaling 'yarm'; choose from dynamic_ntk, .*; closest: yarn"),
+    (Rope(scaling="linear", factor=0.5), 8, "model.rope.factor 0.5 must be at least 1"),
+    (Rope(factor=2.0), 8, "model.rope.factor 2.0 is read by no scaling; set it to 1.0, or the scaling to dynamic_ntk"),
+    (Rope(scaling="ntk", factor=2.0), 2, "'ntk' needs at least 4 rotated dims, not 2; closest: linear"),
+    (Rope(scaling="yarn", original_length=0), 8, "model.rope.original_length 0 must be at least 1"),
+    (Rope(theta=1.0), 8, "model.rope.theta 1.0 must be above 1"),
+    (XPos(), 5, "xpos rotates pairs, so the head dim must be even, not 5; closest: 4"),
+    (XPos(layout="interleave"), 8, "unknown model.xpos.layout.*closest: interleaved"),
+    (XPos(scale_base=0), 8, "model.xpos.scale_base 0 must be at least 1"),
+    (XPos(theta=0.0), 8, "model.xpos.theta 0.0 must be above 1"),
+    (T5(buckets=7), 8, "model.t5.buckets 7 must be even and at least 4; closest: 6"),
+    (T5(buckets=2), 8, "model.t5.buckets 2 must be even and at least 4; closest: 4"),
+    (T5(max_distance=16), 8, "model.t5.max_distance 16 must be above 16, half of the buckets; closest: 17"),
+    (Kerple(variant="pow"), 8, "unknown model.kerple.variant 'pow'; choose from log, power; closest: power"),
+    (FIRE(c=0.0), 8, "model.fire.c 0.0 must be above 0"),
+    (FIRE(threshold=-1.0), 8, "model.fire.threshold -1.0 must be above 0"),
+    (FIRE(width=0), 8, "model.fire.width 0 must be at least 1"),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("position", "head_dim", "words"), MISTAKES)
+def test_mistakes_are_named_when_checked_and_when_used(position, head_dim, words):
+    with pytest.raises(UserError, match=words) as raised:
+        position.check(head_dim)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(UserError, match=words):
+        queries(position, random(1, 2, 1, head_dim), at(0, 1))
+        jax.eval_shape(lambda: position.init(jax.random.key(0), 2, True, method="bias"))
+
+
+@pytest.mark.quick
+def test_what_is_allowed_passes():
+    for position in [*ROPES, XPos(), *BIASES, *(cls() for cls in POSITIONS.values())]:
+        position.check(16)
+    Rope(fraction=0.58).check(100)  # 58 dims, though the product is 57.99.. in floats
+    assert {"half", "interleaved"} == LAYOUTS

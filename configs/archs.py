@@ -11,8 +11,23 @@ ARCHS = {
     "window": dict(mixers=("attention",), position="rope", attention=dict(window=64)),  # each token sees the last 64
     "mla": dict(mixers=("mla",), position="rope"),  # multi-head latent attention: a compressed key-value cache
     "s4d": dict(mixers=("s4d",)),  # diagonal state space, the same at every token
+    "s4": dict(mixers=("s4",)),  # state space with HiPPO's matrix, diagonal plus low rank
+    "s5": dict(mixers=("s5",)),  # one diagonal state space for all channels
+    "lru": dict(mixers=("lru",)),  # the same, its modes drawn from a ring
     "mamba": dict(mixers=("mamba",), mlp="none"),  # selective state space, no MLP between the layers
+    "mamba2": dict(mixers=("mamba2",), mlp="none", mamba2=dict(state=64)),  # one decay a head: matrix products
+    "rglru": dict(mixers=("rglru",)),  # Hawk: gated linear recurrences alone
+    "rwkv": dict(mixers=("rwkv",)),  # RWKV-4: an average with decaying weights
+    "rwkv6": dict(mixers=("rwkv6",)),  # RWKV-6: a matrix state, decay decided by the token
+    "lstm": dict(mixers=("lstm",), mlp="none"),  # gated recurrence, one token after another
+    "gru": dict(mixers=("gru",), mlp="none"),  # gated recurrence with three gates instead of four
     "hybrid": dict(mixers=("mamba", "attention")),  # alternating, positions from the recurrence alone
+    # Jamba (arXiv:2403.19887): one attention layer in eight, the fifth, without positions.
+    "jamba": dict(mixers=("mamba",) * 4 + ("attention",) + ("mamba",) * 3),
+    # Griffin (arXiv:2402.19427): two recurrent layers, then one of multi-query attention to the last 1,024 tokens.
+    "griffin": dict(mixers=("rglru", "rglru", "attention"), position="rope", attention=dict(window=1024, n_kv_heads=1)),
+    # Samba (arXiv:2406.07522): alternating, attention to the last 2,048 tokens.
+    "samba": dict(mixers=("mamba", "attention"), position="rope", attention=dict(window=2048)),
 }
 
 

@@ -26,11 +26,12 @@ SHAPES = {
     "cpu": dict(batches={2048: 1}, heads=8, head_dim=64, dtype="float32"),
 }
 DENSE_BYTES = 2**34  # scores that the dense form may hold at once
+LEAST = 0.2  # seconds that a round lasts
 
 
 def measure(rounds: int) -> Iterator[dict[str, Any]]:
     """A row per contender, case and length."""
-    shape = SHAPES.get(jax.default_backend(), SHAPES["gpu"])
+    shape = SHAPES["cpu" if jax.default_backend() == "cpu" else "gpu"]
     for n, batch in shape["batches"].items():
         for case in CASES:
             setting = dict(case=case, n=n, batch=batch, **{key: shape[key] for key in ("heads", "head_dim", "dtype")})
@@ -88,12 +89,12 @@ def ours(setting: dict[str, Any], implementation: str) -> Contender:
     )
 
 
-def timed(function: Callable[[], Any], rounds: int, least: float = 0.2) -> float:
+def timed(function: Callable[[], Any], rounds: int) -> float:
     """Seconds a call: the best of some rounds, each a queue of calls long enough for launching not to show."""
     torch_attention.wait(jax.block_until_ready(function()))
     start = time.perf_counter()
     torch_attention.wait(jax.block_until_ready(function()))
-    calls = max(1, int(least / (time.perf_counter() - start)))
+    calls = max(1, int(LEAST / (time.perf_counter() - start)))
     best = np.inf
     for _ in range(rounds):
         start = time.perf_counter()

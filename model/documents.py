@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from model.contract import Context
+
 
 @struct.dataclass
 class Reading:
@@ -42,3 +44,12 @@ def document_positions(segments: jax.Array, reading: Reading) -> tuple[jax.Array
         count=jnp.where(any_real, jnp.take_along_axis(positions, end, axis=1)[:, 0] + 1, reading.count),
     )
     return jnp.where(real, positions, 0).astype(jnp.int32), after
+
+
+def reverse(ctx: Context) -> Context:
+    """The context of the rows read backwards, with positions counted from each document's end."""
+    if ctx.segments is None:
+        return ctx
+    segments = ctx.segments[:, ::-1]
+    positions, _ = document_positions(segments, open_reading(segments.shape[0]))
+    return ctx.replace(positions=positions, segments=segments)

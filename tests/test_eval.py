@@ -1,7 +1,6 @@
 """The eval room: exact generation, exact sampling, and numbers that agree with the run they come from."""
 
 import functools
-import itertools
 import json
 import math
 import subprocess
@@ -25,8 +24,7 @@ from eval.sample import Sampling, filter_top_k, filter_top_p, sample
 from eval.suites import SUITES
 from model import build
 from model.errors import UserError
-from model.mixers import MIXERS
-from model.positions import POSITIONS
+from tests import zoo
 from train import config as configs
 from train import log
 from train.loop import train
@@ -69,15 +67,6 @@ def tiny(mixers: tuple[str, ...], position: str):
     return model, jax.tree_util.tree_map_with_path(filled, nn.unbox(shapes))
 
 
-def compatible(mixer: str, position: str) -> bool:
-    section = base.get_config().model.to_dict() | {"mixers": (mixer,), "position": position}
-    try:
-        build.check(section, 0)
-    except UserError:
-        return False
-    return True
-
-
 @functools.partial(jax.jit, static_argnames="model")
 def from_scratch(model, params, tokens, at):
     return model.apply({"params": params}, tokens, at=at)[0][:, 0]
@@ -103,13 +92,12 @@ def without_state(model, params, prompts, sampling) -> np.ndarray:
 
 
 PROMPTS = np.random.default_rng(0).integers(0, V, (6, P)).astype(np.int32)
-PAIRS = [(m, p) for m, p in itertools.product(MIXERS, POSITIONS) if compatible(m, p)]
 
 
 # --- generation ---
 
 
-@pytest.mark.parametrize(("mixer", "position"), PAIRS)
+@pytest.mark.parametrize(("mixer", "position"), zoo.PAIRS)
 def test_greedy_generation_is_the_argmax_of_passes_from_scratch(mixer, position):
     model, params = tiny((mixer,), position)
     made = np.stack(list(generate(model, params, PROMPTS, N, GREEDY, KEY, block=3)))

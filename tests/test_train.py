@@ -4,6 +4,7 @@ import itertools
 import json
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from data import pipeline
 from model import build
 from model.errors import UserError
 from model.mixers import MIXERS
-from model.positions import POSITIONS
+from tests import zoo
 from train import config as configs
 from train import optim, sharding
 from train.log import read
@@ -44,7 +45,7 @@ def one_step(config, n: int = 1):
 MESH = [("mesh.data", "1"), ("mesh.fsdp", "2"), ("mesh.tensor", "2"), ("mesh.sequence", "2")]
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", zoo.ALONE)
 def test_sharding_changes_nothing_but_rounding(mixer):
     choice = [("model.mixers", mixer), ("model.position", "none")]
     config = load(*choice)
@@ -78,24 +79,27 @@ def test_what_the_mesh_cannot_share_out_is_refused():
         prepare(load(("mesh.tensor", "-1")))
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize("position", POSITIONS)
+@pytest.mark.parametrize("mixer, position", zoo.PAIRS)
 def test_every_parameter_is_in_exactly_one_group(mixer, position):
-    choice = [("model.mixers", mixer), ("model.position", position)]
-    try:
-        run = prepare(load(*choice))
-    except UserError as refusal:
-        assert position in str(refusal)
-        return
+    run = prepare(load(("model.mixers", mixer), ("model.position", position)))
     rules = build.group_rules(run.config.model)
     found = optim.groups(run.abstract.params, rules)  # raises where two rules claim one parameter
     assert set(jax.tree.leaves(found)) <= set(optim.GROUPS)
-    names = [optim.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(run.abstract.params)]
+    flat = {optim.path_name(path): group for path, group in jax.tree_util.tree_leaves_with_path(found)}
     for name, group in MIXERS[mixer].groups.items():
-        mine = [n for n in names if n.endswith(f"mixer/{name}")]
-        assert mine, f"{mixer} names a parameter {name} that it does not have"
-        flat = dict(zip(names, jax.tree.leaves(found), strict=True))
-        assert {flat[n] for n in mine} == {group}
+        assert {g for path, g in flat.items() if path.endswith(f"mixer/{name}")} <= {group}
+
+
+@pytest.mark.parametrize("mixer", zoo.ALONE)
+def test_groups_name_parameters_that_there_are(mixer):
+    """With the mixer's defaults or in one of its variants."""
+    there = set()
+    for settings in [{}, *zoo.VARIANTS.get(mixer, [])]:
+        case = (mixer, settings, "none")
+        made = nn.unbox(jax.eval_shape(zoo.make(case).init, jax.random.key(0), zoo.inputs(1, 4), zoo.context(L=4)))
+        there |= {optim.path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(made)}
+    for name in MIXERS[mixer].groups:
+        assert f"params/{name}" in there, f"{mixer} names a parameter {name} that it does not have"
 
 
 @pytest.mark.quick
@@ -223,7 +227,7 @@ def test_resuming_on_other_data(tmp_path):
         train(config, str(tmp_path / "run"))
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("mixer", zoo.ALONE)
 def test_a_classifier_trains_on_padded_documents(mixer):
     choice = [("model.mixers", mixer), ("model.position", "none")]
     short = [

@@ -28,10 +28,20 @@ VARIANTS = {
         {"qk_norm": True, "gate": True},
         {"soft_cap": 2.0, "sinks": True},
     ],
+    "gru": [{"hidden": 12}],
+    "lstm": [{"hidden": 12}],
+    "mamba2": [{"head_dim": 4, "n_groups": 2, "state": 8}],
     "mla": [{"q_rank": 8}],
-    "s4d": [{"A_init": "inv", "state": 8}],
+    "rglru": [{"inner": 24, "n_heads": 2}],
+    "rwkv6": [{"head_dim": 8, "mix_rank": 3}],
+    "s4d": [{"A_init": "inv", "state": 8}, {"A_init": "legs", "discretisation": "bilinear", "state": 8}],
+    "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}],
 }
 REFERENCE = {"attention": "reference", "mla": "reference"}
+# A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
+ALONE = [name for name, cls in MIXERS.items() if not hasattr(cls, "reads_memory")]
+# Every mixer once, and every position once more.
+PAIRS = [(name, "none") for name in ALONE] + [("attention", name) for name in POSITIONS if name != "none"]
 INSIDE = [name for name, position in POSITIONS.items() if position.needs_attention]
 
 
@@ -41,16 +51,12 @@ def named(name: str, settings: dict, position: str):
 
 
 def matrix() -> list:
-    """(mixer, settings, position) for every mixer, variant and position that acts inside it, allowed or refused.
-
-    A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
-    """
+    """(mixer, settings, position) for every mixer, variant and position that acts inside it, allowed or refused."""
     return [
         named(name, settings, position)
-        for name, cls in MIXERS.items()
-        if not hasattr(cls, "reads_memory")
+        for name in ALONE
         for settings in [{}, *VARIANTS.get(name, [])]
-        for position in ["none", *(INSIDE if hasattr(cls, "softmax") else [])]
+        for position in ["none", *(INSIDE if hasattr(MIXERS[name], "softmax") else [])]
     ]
 
 
@@ -78,6 +84,8 @@ def refused(case) -> str | None:
 def make(case, **options) -> Mixer:
     name, settings, position = case
     place = {"position": POSITIONS[position]} if hasattr(MIXERS[name], "softmax") else {}
+    if not hasattr(MIXERS[name], "implementation"):  # there is but one
+        options.pop("implementation", None)
     return MIXERS[name](width=WIDTH, **place, **settings, **options)
 
 
@@ -100,7 +108,7 @@ def context(segments=None, L: int | None = None) -> Context:
 def params(mixer: Mixer):
     """Parameters away from their initial values, so that none is at a point where a bug would not show."""
     # Dtype, implementation and direction change no parameter, but for mixers that have more of them both ways.
-    plain = mixer.clone(dtype=jnp.float32, implementation=None)
+    plain = mixer.clone(dtype=jnp.float32, **({"implementation": None} if hasattr(mixer, "implementation") else {}))
     causal = plain.clone(causal=True)
     return moved(causal if shapes(causal) == shapes(plain) else plain)
 

@@ -3,14 +3,34 @@
 from model.contract import Mixer
 from model.mixers.attention import Attention
 from model.mixers.cross_attention import CrossAttention
+from model.mixers.dss import DSS
+from model.mixers.lru import LRU
 from model.mixers.mamba import Mamba
+from model.mixers.mamba2 import Mamba2
 from model.mixers.mla import MLA
+from model.mixers.recurrent import GRU, LSTM, RNN
+from model.mixers.rglru import RGLRU
+from model.mixers.rwkv import RWKV
+from model.mixers.rwkv6 import RWKV6
+from model.mixers.s4 import S4
 from model.mixers.s4d import S4D
+from model.mixers.s5 import S5
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
     "cross_attention": CrossAttention,
+    "dss": DSS,
+    "gru": GRU,
+    "lstm": LSTM,
+    "lru": LRU,
     "mamba": Mamba,
+    "mamba2": Mamba2,
     "mla": MLA,
+    "rglru": RGLRU,
+    "rnn": RNN,
+    "rwkv": RWKV,
+    "rwkv6": RWKV6,
+    "s4": S4,
     "s4d": S4D,
+    "s5": S5,
 }

@@ -1,36 +1,39 @@
 """S4D: a diagonal state space, the same at every token (https://arxiv.org/abs/2206.11893)."""
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model.contract import Context, Mixer, State, wide
-from model.documents import document_positions, open_reading
-from model.errors import UserError, choose
-from model.layers import dense
+from model.contract import Context
+from model.errors import choose
 from model.ops.conv import fft_conv
-from model.ops.scan import diagonal_scan
+from model.ops.hippo import legs_modes
+from model.ssm import DISCRETISATIONS, StateSpace, System, diagonal_recurrence, log_uniform, powers
 
-# Imaginary parts of A; the real part starts at -1/2. N modes stand for 2N real ones (conjugate pairs).
+# Imaginary parts of A; the real part starts at -1/2, or for `real` at -(n + 1). N modes stand for 2N (conjugate pairs).
 INITS = {
     "lin": lambda n, N: np.pi * n,
     "inv": lambda n, N: 2 * N / np.pi * (2 * N / (2 * n + 1) - 1),
+    "legs": lambda n, N: legs_modes(2 * N)[0].imag[n],
+    "real": lambda n, N: 0.0 * n,
 }
 
 
-def zoh(A: jax.Array, dt: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Zero-order hold of `x' = A x + u`: the discrete A and B, `[D, N]`; dt: [D]."""
-    return jnp.exp(dt[:, None] * A), jnp.expm1(dt[:, None] * A) / A
+def s4d_kernel(A: jax.Array, C: jax.Array, dt: jax.Array, L: int, discretisation: str = "zoh") -> jax.Array:
+    """The convolution kernel `2 Re sum_n C_n B_n A_n^l`, `[L, D]`; A, C: [D, N], dt: [D]."""
+    log_A, B = DISCRETISATIONS[discretisation](A, dt[:, None])
+    return 2 * jnp.einsum("dn,ldn->ld", C * B, powers(log_A, L)).real
 
 
-def s4d_kernel(A: jax.Array, C: jax.Array, dt: jax.Array, L: int) -> jax.Array:
-    """The convolution kernel `2 Re sum_n C_n B_n A_n^l`, `[L, D]`."""
-    _, B_bar = zoh(A, dt)
-    powers = jnp.exp((dt[:, None] * A)[None] * jnp.arange(L).astype(dt.dtype)[:, None, None])
-    return 2 * jnp.einsum("dn,ldn->ld", C * B_bar, powers).real
+def write(u: jax.Array, B: jax.Array) -> jax.Array:
+    return B * u[..., None]
+
+
+def read(h: jax.Array, C: jax.Array) -> jax.Array:
+    return 2 * jnp.sum(C.real * h.real - C.imag * h.imag, axis=-1)  # the real part alone
 
 
 def s4d_recurrence(
@@ -41,36 +44,28 @@ def s4d_recurrence(
     h0: jax.Array,
     ctx: Context,
     implementation: str | None,
+    discretisation: str = "zoh",
 ) -> tuple[jax.Array, jax.Array]:
     """The same map token by token, `[B, L, D]`, and the last state: with a past, and across document boundaries."""
-    A_bar, B_bar = zoh(A, dt)
-
-    def expand(x):
-        b = B_bar * x["u"][..., None]
-        a = jnp.broadcast_to(A_bar, b.shape)
-        if "real" in x:
-            real = x["real"][..., None, None]
-            a = jnp.where(real, a * (x["positions"] > 0)[..., None, None], 1)
-            b = jnp.where(real, b, 0)
-        return a, b
-
-    def contract(h, x):
-        return 2 * jnp.sum(C.real * h.real - C.imag * h.imag, axis=-1)  # the real part alone
-
-    inputs = dict(u=u)
-    if ctx.segments is not None:
-        inputs |= dict(real=ctx.segments > 0, positions=ctx.positions)
-    return diagonal_scan(expand, contract, h0, inputs, implementation=implementation)
+    log_A, B = DISCRETISATIONS[discretisation](A, dt[:, None])
+    return diagonal_recurrence(jnp.exp(log_A), B, C, write, read, u, h0, ctx, implementation)
 
 
-class S4D(Mixer):
-    """S4D: a linear time-invariant state space per channel, a convolution in training."""
+def s4d_system(A: jax.Array, C: jax.Array, dt: jax.Array, discretisation: str) -> System:
+    """Both forms of one diagonal state space per channel."""
+    return System(
+        lambda u: fft_conv(u, s4d_kernel(A, C, dt, u.shape[1], discretisation)),
+        lambda u, h0, ctx, form: s4d_recurrence(u, A, C, dt, h0, ctx, form, discretisation),
+    )
 
-    state: int = 64  # N, real size; half as many complex modes
-    A_init: str = "lin"  # lin or inv
+
+class S4D(StateSpace):
+    """S4D: a linear time-invariant state space per channel, a convolution in training. B is part of C."""
+
+    A_init: str = "lin"  # lin, inv, legs, real
     dt_min: float = 0.001
     dt_max: float = 0.1
-    implementation: str | None = None  # convolution, or one of the scan; None picks
+    discretisation: str = "zoh"  # zoh, bilinear
 
     groups: ClassVar[dict[str, str]] = {
         "log_dt": "ssm",
@@ -80,68 +75,20 @@ class S4D(Mixer):
         "D": "no_decay",
     }
 
-    @nn.compact
-    def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
-        self.check()
-        D, N, f = self.width, self.state // 2, wide(self.dtype)
-        channels = ("inner", None)
+    def systems(self) -> list[System]:
+        D, N, channels = self.width, self.state // 2, ("inner", None)
+        n = np.arange(N)
+        decay = n + 1.0 if self.A_init == "real" else np.full(N, 0.5)
+        B = legs_modes(2 * N)[2] if self.A_init == "legs" else 1.0
 
-        def log_dt_init(key, shape, dtype):
-            return jax.random.uniform(key, shape, dtype, np.log(self.dt_min), np.log(self.dt_max))
+        def C_init(key, shape, dtype):
+            return nn.initializers.normal(0.5**0.5)(key, shape, dtype) * jnp.asarray(B, dtype)
 
-        def imag_init(key, shape, dtype):
-            return jnp.broadcast_to(jnp.asarray(INITS[self.A_init](np.arange(N), N), dtype), shape)
-
-        def param(name, init, shape, axes):
-            return self.param(name, nn.with_logical_partitioning(init, axes), shape, f)
-
-        dt = jnp.exp(param("log_dt", log_dt_init, (D,), channels[:1]))
-        real = param("A_real", nn.initializers.constant(np.log(0.5)), (D, N), channels)
-        A = jax.lax.complex(-jnp.exp(real), param("A_imag", imag_init, (D, N), channels))
-        directions = 1 if self.causal else 2
-        C = param("C", nn.initializers.normal(0.5**0.5), (directions, 2, D, N), (None, None, *channels))
-        C = jax.lax.complex(C[:, 0], C[:, 1])
-        skip = param("D", nn.initializers.normal(1.0), (D,), channels[:1])
-
-        u = x.astype(f)
-        y, state = self.mix(u, A, C[0], dt, ctx, state)
-        if not self.causal:
-            back, _ = self.mix(u[:, ::-1], A, C[1], dt, reverse(ctx), None)
-            y = y + back[:, ::-1]
-        y = nn.gelu(y + skip * u).astype(self.dtype)
-        value, gate = jnp.moveaxis(dense((2, D), ("embed", None, "mlp"), self.dtype, "out", bias=True)(y), -2, 0)
-        return value * nn.sigmoid(gate), state
-
-    def mix(self, u: jax.Array, A: jax.Array, C: jax.Array, dt: jax.Array, ctx: Context, state: State):
-        """A convolution where nothing is carried or reset, else the recurrence."""
-        plain = state is None and ctx.segments is None
-        if self.implementation == "convolution" and not plain:
-            raise UserError("s4d's convolution cannot carry a state or reset at documents; set implementation=None")
-        if plain and self.implementation in (None, "convolution"):
-            return fft_conv(u, s4d_kernel(A, C, dt, u.shape[1])), None
-        h0 = self.init_state(u.shape[0], 0) if state is None else state
-        y, h = s4d_recurrence(u, A, C, dt, h0, ctx, self.implementation)
-        return y, None if state is None else h
+        dt = jnp.exp(self.weight("log_dt", log_uniform(self.dt_min, self.dt_max), (D,), channels[:1]))
+        A = self.modes("A", -decay + 1j * INITS[self.A_init](n, N), (D, N), channels)
+        return [s4d_system(A, C, dt, self.discretisation) for C in self.readout("C", C_init, channels)]
 
     def check(self) -> None:
+        super().check()
         choose("s4d A_init", self.A_init, INITS)
-        if self.state < 2 or self.state % 2:
-            raise UserError(f"s4d's state {self.state} must be even: its modes come in conjugate pairs")
-        if not 0 < self.dt_min <= self.dt_max:
-            raise UserError(f"dt_min {self.dt_min} must be positive and at most dt_max {self.dt_max}")
-
-    def init_state(self, batch: int, max_len: int) -> State:
-        dtype: Any = jnp.result_type(wide(self.dtype), jnp.complex64)
-        return jnp.zeros((batch, self.width, self.state // 2), dtype)
-
-    def state_bytes(self, length: int) -> int:
-        return self.width * self.state * jnp.dtype(wide(self.dtype)).itemsize
-
-
-def reverse(ctx: Context) -> Context:
-    """The context of the rows read backwards, with positions counted from each document's end."""
-    if ctx.segments is None:
-        return ctx
-    segments = ctx.segments[:, ::-1]
-    positions, _ = document_positions(segments, open_reading(segments.shape[0]))
-    return ctx.replace(positions=positions, segments=segments)
+        choose("discretisation", self.discretisation, DISCRETISATIONS)

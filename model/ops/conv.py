@@ -5,11 +5,11 @@ import jax.numpy as jnp
 
 
 def fft_conv(u: jax.Array, kernel: jax.Array) -> jax.Array:
-    """`y_t = sum_s kernel_s u_{t-s}` per channel; u: [B, L, D], kernel: [L, D]."""
+    """`y_t = sum_s kernel_s u_{t-s}` per channel; u: [B, L, D], kernel: [L, D], both real or both complex."""
     L = u.shape[1]
     n = 2 * L  # room for the tail, so that it does not wrap around
-    spectrum = jnp.fft.rfft(u, n=n, axis=1) * jnp.fft.rfft(kernel, n=n, axis=0)
-    return jnp.fft.irfft(spectrum, n=n, axis=1)[:, :L]
+    fft, ifft = (jnp.fft.fft, jnp.fft.ifft) if jnp.iscomplexobj(u) else (jnp.fft.rfft, jnp.fft.irfft)
+    return ifft(fft(u, n=n, axis=1) * fft(kernel, n=n, axis=0), n=n, axis=1)[:, :L]
 
 
 def short_conv(x: jax.Array, kernel: jax.Array, past: jax.Array, reach: jax.Array | None = None) -> jax.Array:

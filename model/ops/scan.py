@@ -11,13 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from model.errors import choose
+from model.errors import UserError, choose
 
 Array = jax.Array
 Inputs = Any  # a pytree of arrays whose first two axes are batch and length, in either order
-Expand = Callable[[Inputs], tuple[Array, Array]]  # inputs -> a, b with the state's axes behind those two
-Contract = Callable[[Array, Inputs], Array]  # states, inputs -> outputs
+Expand = Callable[..., tuple[Array, Array]]  # (inputs, *shared) -> a, b with the state's axes behind those two
+Contract = Callable[..., Array]  # (states, inputs, *shared) -> outputs
 
 
 def serial(a: Array, b: Array, h0: Array) -> Array:
@@ -110,11 +111,63 @@ def chunked(
     return y.reshape(n * chunk, *y.shape[2:])[:L], h
 
 
+def sharded(
+    expand: Expand, contract: Contract, h0: Array, inputs: Inputs, shared: tuple[Array, ...], chunk: int
+) -> tuple[Array, Array]:
+    """Each device of the mesh's `sequence` axis scans its own stretch of time.
+
+    A first pass finds what a stretch does to any state, `h -> products h + ends`; these are all that devices exchange.
+    """
+    if stretches() == 1:
+        raise UserError("scan implementation 'sharded' needs devices that share the length; set mesh.sequence above 1")
+    local = partial(chunked, method=on_this_platform())
+
+    def stretch(h, x, shared):
+        read, write = bind(expand, shared), bind(contract, shared)
+
+        def twice(x):  # what the stretch makes of nothing, and of a state of ones without inputs
+            a, b = read(x)
+            return jnp.stack([a, a], axis=2), jnp.stack([b, jnp.zeros_like(b)], axis=2)
+
+        start = jnp.stack([jnp.zeros_like(h), jnp.ones_like(h)], axis=1)
+        _, both = local(twice, lambda states, x: jnp.zeros(states.shape[:2]), start, x, chunk)
+        mine, device = h, lax.axis_index(SEQUENCE)
+        for i, (ends, products) in enumerate(jnp.moveaxis(lax.all_gather(both, SEQUENCE), 2, 1)):
+            mine = jnp.where(device == i, h, mine)
+            h = products * h + ends
+        return local(read, write, mine, x, chunk)[0], h
+
+    # Time is split by hand; batch and channels stay as the compiler has them.
+    split = jax.shard_map(
+        stretch, in_specs=(P(), P(SEQUENCE), P()), out_specs=(P(SEQUENCE), P()), axis_names={SEQUENCE}, check_vma=False
+    )
+    return split(h0, inputs, shared)
+
+
+def bind(function: Callable, shared: tuple[Array, ...]) -> Callable:
+    """`function` with its last arguments given."""
+    return lambda *args: function(*args, *shared)
+
+
+SEQUENCE = "sequence"  # the mesh axis that splits time
+
+
+def stretches() -> int:
+    """How many devices share the length of a sequence, by the mesh in force."""
+    return dict(jax.sharding.get_abstract_mesh().shape).get(SEQUENCE, 1)
+
+
+def on_this_platform() -> Callable:
+    """Few cores gain nothing from a scan that does log(chunk) times the work."""
+    return serial if jax.default_backend() == "cpu" else parallel
+
+
 IMPLEMENTATIONS = {
     "sequential": sequential,
     "associative": partial(whole, method=parallel),
     "chunked": partial(chunked, method=parallel),
     "chunked_serial": partial(chunked, method=serial),
+    "sharded": sharded,  # over the devices of the mesh's `sequence` axis
 }
 
 
@@ -123,23 +176,35 @@ def diagonal_scan(
     contract: Contract,
     h0: Array,
     inputs: Inputs,
+    shared: tuple[Array, ...] = (),
     *,
     implementation: str | None = None,
     chunk: int = 64,
 ) -> tuple[Array, Array]:
     """Outputs `[B, L, ...]` and the last state, for the recurrence that `expand` and `contract` describe.
 
-    Both see arrays `[L, B, ...]`: time leads inside the scan.
+    Both see arrays `[L, B, ...]`: time leads inside the scan. Arrays that are the same at every step come to them as
+    `shared`, not by closure: devices that share the length could not differentiate what they close over.
     """
     inputs = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), inputs)
     length = jax.tree.leaves(inputs)[0].shape[0]
     if implementation is None:
-        # Few cores gain nothing from a scan that does log(chunk) times the work.
-        method = "chunked_serial" if jax.default_backend() == "cpu" else "chunked"
-        implementation = "sequential" if length == 1 else method
+        implementation = best(length)
     run = choose("scan implementation", implementation, IMPLEMENTATIONS)
-    y, h = run(expand, contract, h0, inputs, chunk)
+    if run is sharded:
+        y, h = sharded(expand, contract, h0, inputs, shared, chunk)
+    else:
+        y, h = run(bind(expand, shared), bind(contract, shared), h0, inputs, chunk)
     return jnp.swapaxes(y, 0, 1), h
+
+
+def best(length: int) -> str:
+    """The implementation that `None` picks."""
+    if length == 1:
+        return "sequential"
+    if stretches() > 1 and length % stretches() == 0:
+        return "sharded"
+    return "chunked_serial" if on_this_platform() is serial else "chunked"
 
 
 def linear_scan(a: Array, b: Array, h0: Array, *, implementation: str | None = None) -> tuple[Array, Array]:
@@ -164,16 +229,16 @@ def selective_scan(
     h0: [B, E, N]; keep: [B, L], 0 where the past is forgotten. A step with dt = 0 leaves the state as it was.
     """
 
-    def expand(inputs):
+    def expand(inputs, A):
         a = jnp.exp(inputs["dt"][..., None] * A)
         if keep is not None:
             a = a * inputs["keep"][..., None, None]
         return a, (inputs["dt"] * inputs["x"])[..., None] * inputs["B"][..., None, :]
 
-    def contract(h, inputs):
+    def contract(h, inputs, A):
         return jnp.einsum("lben,lbn->lbe", h, inputs["C"])
 
     inputs = dict(x=x, dt=dt, B=B, C=C)
     if keep is not None:
         inputs["keep"] = keep.astype(dt.dtype)
-    return diagonal_scan(expand, contract, h0, inputs, implementation=implementation)
+    return diagonal_scan(expand, contract, h0, inputs, (A,), implementation=implementation)

@@ -1,0 +1,161 @@
+"""The classical recurrent networks: tanh RNN, LSTM and GRU.
+
+A cell is a pure function of the state before a token and of what the token and that state say to each of its G gates,
+`x = W x_t + b_x` and `u = U h_{t-1} + b_u`. Only the second is left to the loop over time.
+
+Parameters are those of torch.nn.RNN, LSTM and GRU for n directions, gates in the same order: `W` `[D, n, G, E]` holds
+torch's `weight_ih` `[G E, D]` transposed, `U` `[n, E, G, E]` likewise its `weight_hh`, and `bias` `[n, 2, G, E]` its
+`bias_ih` and `bias_hh`. The update gate of torch's GRU weighs the past, ours the new: its parameters change sign.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from model.contract import Context, Mixer, State, wide
+from model.documents import reverse
+from model.errors import UserError
+from model.layers import dense
+
+Past = dict[str, jax.Array]  # [B, E] each; h is what is read
+Cell = Callable[[Past, jax.Array, jax.Array], Past]  # past, x and u [B, G, E] -> the state after the token
+
+
+def rnn(past: Past, x: jax.Array, u: jax.Array) -> Past:
+    """`h_t = tanh(x + u)` (https://doi.org/10.1207/s15516709cog1402_1)."""
+    return dict(h=jnp.tanh(x + u)[:, 0])
+
+
+def lstm(past: Past, x: jax.Array, u: jax.Array) -> Past:
+    """`C_t = f C_{t-1} + i C~`, `h_t = o tanh(C_t)` (https://doi.org/10.1162/089976600300015015); gates i, f, C~, o."""
+    i, f, new, o = jnp.moveaxis(x + u, 1, 0)
+    c = nn.sigmoid(f) * past["c"] + nn.sigmoid(i) * jnp.tanh(new)
+    return dict(h=nn.sigmoid(o) * jnp.tanh(c), c=c)
+
+
+def gru(past: Past, x: jax.Array, u: jax.Array) -> Past:
+    """`h_t = (1 - z) h_{t-1} + z h~` with `h~ = tanh(x + r u)` (https://arxiv.org/abs/1412.3555); gates r, z, h~.
+
+    As in cuDNN, r weighs what the past says to h~ and not the past itself, so that one product serves all gates.
+    """
+    r, z = nn.sigmoid(jnp.moveaxis(x[:, :2] + u[:, :2], 1, 0))
+    new = jnp.tanh(x[:, 2] + r * u[:, 2])
+    return dict(h=(1 - z) * past["h"] + z * new)
+
+
+def to_gates(h: jax.Array, kernel: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """`[B, G, E]` from `[B, N]` and `[N, G, E]`: multiplied in `dtype`, added up and returned in at least float32."""
+    return jnp.tensordot(h.astype(dtype), kernel.astype(dtype), 1, preferred_element_type=wide(dtype))
+
+
+def recurrence(
+    cell: Cell, x: jax.Array, U: jax.Array, bias: jax.Array, past: Past, ctx: Context
+) -> tuple[jax.Array, Past]:
+    """Outputs `[B, L, E]` and the last state, one token after another; x: [B, L, G, E]; U: [E, G, E]; bias: [G, E].
+
+    A token that opens a document finds an empty past, and padding leaves the past as it is.
+    """
+
+    def step(past, token):
+        known = past
+        if "real" in token:
+            known = {name: jnp.where(token["opens"], 0, value) for name, value in past.items()}
+        new = cell(known, token["x"].astype(bias.dtype), to_gates(known["h"], U, x.dtype) + bias)
+        if "real" in token:
+            new = {name: jnp.where(token["real"], value, past[name]) for name, value in new.items()}
+        return new, new["h"].astype(x.dtype)
+
+    tokens = dict(x=x)
+    if ctx.segments is not None:
+        tokens |= dict(real=ctx.segments[..., None] > 0, opens=ctx.positions[..., None] == 0)
+    last, y = jax.lax.scan(step, past, jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), tokens))
+    return jnp.swapaxes(y, 0, 1), last
+
+
+def orthogonal_gates(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+    """`[..., E, G, E]`, an orthogonal map of the past for every gate (https://arxiv.org/abs/1312.6120)."""
+    *lead, E, G, _ = shape
+    each = [nn.initializers.orthogonal()(k, (E, E), dtype) for k in jax.random.split(key, math.prod(lead) * G)]
+    return jnp.stack(each).reshape(*lead, G, E, E).swapaxes(-3, -2)
+
+
+class Recurrent(Mixer):
+    """A cell run over the length, and both ways a second one run backwards beside it."""
+
+    hidden: int = 0  # E, width of the state in each direction; 0: that of the model
+
+    cell: ClassVar[Cell]
+    gates: ClassVar[int]
+    kept: ClassVar[tuple[str, ...]] = ("h",)  # what the state is made of
+    open_gate: ClassVar[int | None] = None  # the gate whose bias starts at 1
+
+    @nn.compact
+    def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
+        self.check(state)
+        n, G, E = 1 if self.causal else 2, self.gates, self.size
+
+        def param(name, init, shape, axes):
+            return self.param(name, nn.with_logical_partitioning(init, axes), shape, wide(self.dtype))
+
+        def bias_init(key, shape, dtype):
+            zeros = jnp.zeros(shape, dtype)
+            return zeros if self.open_gate is None else zeros.at[:, 0, self.open_gate].set(1)
+
+        U = param("U", orthogonal_gates, (n, E, G, E), (None, None, None, "inner"))
+        bias = param("bias", bias_init, (n, 2, G, E), (None, None, None, "inner"))
+        says = dense((n, G, E), ("embed", None, None, "inner"), self.dtype, "W")(x) + bias[:, 0].astype(self.dtype)
+
+        empty = self.init_state(x.shape[0], 0)
+        run = partial(recurrence, type(self).cell)
+        y, last = run(says[:, :, 0], U[0], bias[0, 1], empty if state is None else state, ctx)
+        if not self.causal:
+            back, _ = run(says[:, ::-1, 1], U[1], bias[1, 1], empty, reverse(ctx))
+            y = jnp.concatenate([y, back[:, ::-1]], axis=-1)
+        if y.shape[-1] != self.width:
+            y = dense(self.width, ("inner", "embed"), self.dtype, "out")(y)
+        return y, None if state is None else last
+
+    @property
+    def size(self) -> int:
+        return self.hidden or self.width
+
+    def check(self, state: State) -> None:
+        if self.hidden < 0:
+            name = type(self).__name__.lower()
+            raise UserError(f"model.{name}.hidden {self.hidden} must be at least 1, or 0 for the model's width")
+        if state is not None and not self.causal:
+            raise UserError("a bidirectional model cannot carry a state; set model.causal=True to generate")
+
+    def init_state(self, batch: int, max_len: int) -> State:
+        return {name: jnp.zeros((batch, self.size), wide(self.dtype)) for name in self.kept}
+
+    def state_bytes(self, length: int) -> int:
+        return len(self.kept) * self.size * jnp.dtype(wide(self.dtype)).itemsize
+
+
+class RNN(Recurrent):
+    """Elman's network: a tanh of the token and the last state."""
+
+    cell: ClassVar[Cell] = staticmethod(rnn)
+    gates: ClassVar[int] = 1
+
+
+class LSTM(Recurrent):
+    """LSTM: a cell that gates write to, keep and read."""
+
+    cell: ClassVar[Cell] = staticmethod(lstm)
+    gates: ClassVar[int] = 4
+    kept: ClassVar[tuple[str, ...]] = ("h", "c")
+    open_gate: ClassVar[int] = 1  # to forget is to be learned (https://proceedings.mlr.press/v37/jozefowicz15.html)
+
+
+class GRU(Recurrent):
+    """GRU: a state that an update gate moves towards a new one."""
+
+    cell: ClassVar[Cell] = staticmethod(gru)
+    gates: ClassVar[int] = 3

@@ -1,0 +1,186 @@
+"""RWKV-6's time mixing: a matrix state that forgets at rates the token decides (https://arxiv.org/abs/2404.05892)."""
+
+from functools import partial
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from model.contract import Context, Mixer, State, wide
+from model.errors import UserError, choose
+from model.layers import check_divides, dense
+from model.mixers.mamba import uniform
+from model.mixers.rwkv import spread, token_shift
+from model.ops.conv import conv_tail
+from model.ops.ssd import FORGET, carry, contract, cut
+
+Array = jax.Array
+CHUNK = 64  # a power of 2
+
+
+def wkv6_sequential(r: Array, k: Array, v: Array, w: Array, h0: Array) -> tuple[Array, Array]:
+    """One token after another: `y_t = r_t h_{t-1}`, `h_t = diag(e^{w_t}) h_{t-1} + k_t^T v_t`."""
+
+    def step(h, token):
+        r, k, v, w = token
+        y = jnp.einsum("bhk,bhkv->bhv", r, h)
+        return jnp.exp(w)[..., None] * h + k[..., None] * v[..., None, :], y
+
+    tokens = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1).astype(w.dtype), (r, k, v, w))
+    h, y = lax.scan(step, h0, tokens)
+    return jnp.swapaxes(y, 0, 1), h
+
+
+@jax.checkpoint
+def wkv6_chunked(r: Array, k: Array, v: Array, w: Array, h0: Array) -> tuple[Array, Array]:
+    """Products between the halves of ever larger blocks, and states carried from chunk to chunk.
+
+    A later half reads an earlier one through the point where they meet: queries fade from there, keys up to there,
+    so every factor is a decay and none can overflow, as the usual `e^{sum to i} e^{-sum to j}` does.
+    """
+    L, f = v.shape[1], w.dtype
+    size = min(CHUNK, 1 << (L - 1).bit_length())
+    r, k, v, w = (cut(leaf, size) for leaf in (r, k, v, w))  # [B, M, Q, H, K]
+    shape, y = v.shape, jnp.zeros(v.shape, f)
+    # Log decay over each block, from its start up to before a token, and from after a token to its end.
+    total, start, end = w, jnp.zeros_like(w), jnp.zeros_like(w)
+
+    half = 1
+    while half < size:
+
+        def early_late(leaf, half=half):  # two halves of each block, [B, M, blocks, half, H, K]
+            halves = leaf.reshape(*leaf.shape[:2], -1, 2, half, *leaf.shape[3:])
+            return halves[:, :, :, 0], halves[:, :, :, 1]
+
+        def whole(early, late, shape=shape):
+            return jnp.stack([early, late], axis=3).reshape(shape)
+
+        keys = early_late(k)[0] * jnp.exp(early_late(end)[0])
+        queries = early_late(r)[1] * jnp.exp(early_late(start)[1])
+        scores = contract("bmnihk,bmnjhk->bmnhij", queries.astype(v.dtype), keys.astype(v.dtype), v.dtype)
+        seen = contract("bmnhij,bmnjhv->bmnihv", scores, early_late(v)[0], f)
+        y = y + whole(jnp.zeros_like(seen), seen)
+
+        early, late = total[:, :, 0::2, None], total[:, :, 1::2, None]  # one a block
+        start = whole(early_late(start)[0], early_late(start)[1] + early)
+        end = whole(early_late(end)[0] + late, early_late(end)[1])
+        total, half = total[:, :, 0::2] + total[:, :, 1::2], 2 * half
+
+    added = contract("bmjhk,bmjhv->bmhkv", (k * jnp.exp(end)).astype(v.dtype), v, f)
+    b, m, h, c, _ = added.shape
+    before, last = carry(total.reshape(b, m, h * c), added.reshape(b, m, h * c, -1), h0.reshape(b, h * c, -1))
+    queries, before = (r * jnp.exp(start)).astype(v.dtype), before.reshape(added.shape).astype(v.dtype)
+    y = y + contract("bmihk,bmhkv->bmihv", queries, before, f)
+    return y.reshape(b, m * size, *shape[3:])[:, :L], last.reshape(h0.shape)
+
+
+IMPLEMENTATIONS = {"sequential": wkv6_sequential, "chunked": wkv6_chunked}
+
+
+def wkv6(
+    r: Array,
+    k: Array,
+    v: Array,
+    w: Array,
+    u: Array,
+    h0: Array,
+    keep: Array | None = None,
+    *,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    """`y_t = r_t (keep_t h_{t-1} + diag(u) k_t^T v_t)` and `h_t = keep_t diag(e^{w_t}) h_{t-1} + k_t^T v_t`, both wide.
+
+    r, k, v, w: [B, L, H, K], w negative and wide; u: [H, K]; h0: [B, H, K, K]; keep: [B, L], false where the past is
+    forgotten. A step with k = 0 and w = 0 leaves the state as it was.
+    """
+    if implementation is None:
+        implementation = "sequential" if v.shape[1] == 1 else "chunked"
+    run = choose("wkv6 implementation", implementation, IMPLEMENTATIONS)
+    now = jnp.sum(r.astype(w.dtype) * k * u, axis=-1, keepdims=True) * v
+    if keep is not None:
+        keep = keep[..., None, None]
+        r, w = jnp.where(keep, r, 0), jnp.where(keep, w, FORGET)
+    y, h = run(r, k, v, w, h0)
+    return y + now, h
+
+
+def steps(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    """From slow to fast over all channels, as the paper does half way up."""
+    size = shape[0] * shape[1]
+    return (-6 + 5 * (jnp.arange(size, dtype=dtype) / max(size - 1, 1)) ** 1.35).reshape(shape)
+
+
+class RWKV6(Mixer):
+    """RWKV-6's time mixing: a matrix state a head, whose decay and whose mix of neighbours depend on the token."""
+
+    head_dim: int = 0  # K, channels of a head; 0: 64, or fewer so that there are four heads
+    mix_rank: int = 32  # of the map that decides how much of the token before to mix in
+    decay_rank: int = 64  # of the map that decides the decay
+    implementation: str | None = None  # of wkv6; None picks
+
+    groups: ClassVar[dict[str, str]] = {
+        "decay": "ssm",
+        "bonus": "ssm",
+        "mix": "no_decay",
+        "mix_base": "no_decay",
+    }
+
+    @property
+    def channels(self) -> int:
+        return self.head_dim or min(64, max(1, self.width // 4))
+
+    @nn.compact
+    def __call__(self, x: Array, ctx: Context, state: State = None) -> tuple[Array, State]:
+        self.check()
+        D, K, R, f = self.width, self.channels, self.mix_rank, wide(self.dtype)
+        H = D // K
+        past = self.init_state(x.shape[0], 0) if state is None else state
+        wide_x = x.astype(f)  # rounded once, after mixing
+        other = token_shift(x, past["shift"], ctx).astype(f) - wide_x
+
+        def param(name, init, shape, axes):
+            return self.param(name, nn.with_logical_partitioning(init, axes), shape, f)
+
+        # Five mixes of the token and the one before, in amounts that a first mix decides.
+        half_way = spread(lambda i: 1 - i**0.5)
+        base = wide_x + other * param("mix_base", half_way, (D,), (None,))
+        zeros = nn.initializers.zeros_init()
+        low = jnp.tanh(dense((5, R), ("embed", None, None), self.dtype, "mix_down", init=zeros)(base))
+        up = param("mix_up", uniform(0.01), (5, R, D), (None, None, "embed")).astype(self.dtype)
+        amount = param("mix", half_way, (5, D), (None, None))[:, None, None] + jnp.einsum("blor,ord->obld", low, up)
+        for_w, for_k, for_v, for_r, for_g = (wide_x + other * amount).astype(self.dtype)
+
+        heads = partial(dense, (H, K), ("embed", "inner", None), self.dtype)
+        r, k, v, g = heads("r")(for_r), heads("k")(for_k), heads("v")(for_v), heads("g")(for_g)
+        low = jnp.tanh(dense(self.decay_rank, ("embed", None), self.dtype, "decay_down", init=zeros)(for_w))
+        d = dense((H, K), (None, "inner", None), self.dtype, "decay_up", init=uniform(0.01))(low)
+        w = -jnp.exp(param("decay", steps, (H, K), ("inner", None)) + d.astype(f))
+        u = param("bonus", nn.initializers.normal(0.1), (H, K), ("inner", None))
+
+        keep = real = None
+        if ctx.segments is not None:
+            real = ctx.segments > 0
+            keep = (ctx.positions > 0) | ~real
+            k, w = jnp.where(real[..., None, None], k, 0), jnp.where(real[..., None, None], w, 0)
+        y, h = wkv6(r, k, v, w, u, past["h"], keep, implementation=self.implementation)
+        # By head. Outputs are not divided by the root of 64: their variance is that much larger, as is this epsilon.
+        norm = nn.LayerNorm(epsilon=64e-5, dtype=self.dtype, param_dtype=f, feature_axes=(-2, -1), name="norm")
+        out = dense(D, ("inner", None, "embed"), self.dtype, "out", inputs=2)(norm(y) * nn.silu(g))
+        return out, None if state is None else dict(h=h, shift=conv_tail(x, past["shift"], real))
+
+    def check(self) -> None:
+        if not self.causal:
+            raise UserError("rwkv6 runs forward only; set model.causal=True, or use attention or s4d")
+        check_divides("model.rwkv6.head_dim", self.channels, "the width", self.width)
+
+    def init_state(self, batch: int, max_len: int) -> State:
+        K = self.channels
+        return dict(
+            h=jnp.zeros((batch, self.width // K, K, K), wide(self.dtype)),
+            shift=jnp.zeros((batch, 1, self.width), self.dtype),
+        )
+
+    def state_bytes(self, length: int) -> int:
+        return self.width * (self.channels * jnp.dtype(wide(self.dtype)).itemsize + jnp.dtype(self.dtype).itemsize)

@@ -1,0 +1,171 @@
+"""Mamba-2's state-space duality (https://arxiv.org/abs/2405.21060): one recurrence, as a loop and as matrix products.
+
+    h_t = keep_t exp(dt_t A) h_{t-1} + dt_t x_t B_t^T        y_t = h_t C_t
+
+Letters beside the project's own: G groups of R heads that share B and C, P channels of a head, Q tokens of a chunk,
+M chunks. The matrix form holds Q^2 weights per head and chunk and one state per chunk, never one per token.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from model.errors import choose
+
+Array = jax.Array
+
+FORGET = -1e30  # a log decay that leaves nothing; finite, as 0 times -inf would be NaN
+FINE = 8  # tokens whose sums are taken pair by pair; chunks are multiples of it
+GROUP = 32  # chunks whose states are carried on by one product
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def contract(spec: str, x: Array, y: Array, dtype: Any) -> Array:
+    """An einsum of two arrays of one dtype into another, summed wide; its gradients are such products too."""
+    return jnp.einsum(spec, x, y, preferred_element_type=dtype)
+
+
+def contract_forward(spec, x, y, dtype):
+    return contract(spec, x, y, dtype), (x, y)
+
+
+def contract_backward(spec, dtype, saved, g):
+    x, y = saved
+    left, right, out = spec.replace("->", ",").split(",")
+    g = g.astype(x.dtype)  # a wide cotangent would make the product and its operands wide, at twice the cost
+    return jnp.einsum(f"{out},{right}->{left}", g, y), jnp.einsum(f"{left},{out}->{right}", x, g)
+
+
+contract.defvjp(contract_forward, contract_backward)
+
+
+def cut(x: Array, size: int, axis: int = 1) -> Array:
+    """Splits an axis into pieces, `[..., n, size, ...]`, the last one filled up with zeros."""
+    n = -(-x.shape[axis] // size)
+    fill = [(0, 0)] * x.ndim
+    fill[axis] = (0, n * size - x.shape[axis])
+    return jnp.pad(x, fill).reshape(*x.shape[:axis], n, size, *x.shape[axis + 1 :])
+
+
+def spans(a: Array) -> Array:
+    """The sum of every stretch of the last axis: `a_j + ... + a_{i-1}` at [i, j] of `[..., n+1, n+1]`, -inf for j > i.
+
+    Each is added up by itself: a difference of running sums would lose the small ones among them.
+    """
+    edge, k = jnp.arange(a.shape[-1] + 1), jnp.arange(a.shape[-1])
+    inside = (edge[:, None] <= k) & (k < edge[:, None, None])  # [i, j, k]
+    sums = jnp.einsum("...k,ijk->...ij", a, inside.astype(a.dtype), precision=lax.Precision.HIGHEST)
+    return jnp.where(edge[:, None] >= edge, sums, -jnp.inf)
+
+
+def log_decays(a: Array) -> tuple[Array, Array, Array, Array]:
+    """Log decay of a chunk, `a: [..., Q]`: token to token `[..., Q, Q]`, start to token, token to end, start to end.
+
+    A stretch across fine blocks is the rest of one, the whole ones between and the beginning of another, so all of
+    them are sums of terms of one sign, and only those inside fine blocks and between whole ones are held.
+    """
+    *lead, Q = a.shape
+    n = Q // FINE
+    fine = spans(a.reshape(*lead, n, FINE))
+    whole = spans(fine[..., -1, 0])
+    begin, rest, inside = fine[..., 1:, 0], fine[..., -1, 1:], fine[..., 1:, 1:]
+    across = begin[..., None] + whole[..., :-1, None, 1:]  # [..., block, token, earlier block]
+    across = across[..., None] + rest[..., None, None, :, :]
+    same = jnp.eye(n, dtype=bool)[:, None, :, None]
+    pairs = jnp.where(same, inside[..., None, :], across).reshape(*lead, Q, Q)
+    start = (whole[..., :-1, 0, None] + begin).reshape(*lead, Q)
+    end = (whole[..., -1, 1:, None] + rest).reshape(*lead, Q)
+    return pairs, start, end, whole[..., -1, 0]
+
+
+def carry(t: Array, v: Array, h0: Array) -> tuple[Array, Array]:
+    """The states before each chunk, `[B, M, X, Y]`, and after the last: `h_{m+1} = exp(t_m) h_m + v_m` from h0.
+
+    t: [B, M, X]; v: [B, M, X, Y]; h0: [B, X, Y]. A group of chunks is one product; groups are carried like chunks.
+    """
+    B, M, X, Y = v.shape
+    size = min(M, GROUP)
+    t, v = cut(t, size), cut(v, size)  # filled with t = 0, v = 0, which leaves a state as it was
+    log_decay = spans(jnp.moveaxis(t, 2, -1))
+    decay = jnp.exp(log_decay)
+    own = jnp.einsum("bnxij,bnjxy->bnixy", decay[..., 1:], v, precision=lax.Precision.HIGHEST)
+    several = t.shape[1] > 1
+    first, last = carry(log_decay[..., -1, 0], own[:, :, -1], h0) if several else (h0[:, None], None)
+    h = own + jnp.moveaxis(decay[..., 0], -1, 2)[..., None] * first[:, :, None]
+    return h[:, :, :-1].reshape(B, -1, X, Y)[:, :M], last if several else h[:, 0, -1]
+
+
+def sequential(x: Array, a: Array, B: Array, C: Array, h0: Array, chunk: int) -> tuple[Array, Array]:
+    """One token after another: the definition."""
+
+    def step(h, token):
+        x, a, B, C = token
+        h = jnp.exp(a)[..., None, None] * h + jnp.einsum("bgrp,bgn->bgrpn", x, B)
+        return h, jnp.einsum("bgrpn,bgn->bgrp", h, C)
+
+    tokens = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1).astype(a.dtype), (x, a, B, C))
+    h, y = lax.scan(step, h0, tokens)
+    return jnp.swapaxes(y, 0, 1).astype(x.dtype), h
+
+
+@partial(jax.checkpoint, static_argnums=5)
+def chunked(x: Array, a: Array, B: Array, C: Array, h0: Array, chunk: int) -> tuple[Array, Array]:
+    """Products within chunks, and states carried from chunk to chunk. Only the inputs are kept for the gradient."""
+    L, f = x.shape[1], a.dtype
+    size = -(-min(chunk, L) // FINE) * FINE
+    x, a, B, C = (cut(leaf, size) for leaf in (x, a, B, C))
+    pairs, start, end, total = log_decays(jnp.moveaxis(a, 2, -1))  # [B, M, G, R, ...]
+
+    scores = contract("bmign,bmjgn->bmgij", C, B, f)
+    weights = (scores[:, :, :, None] * jnp.exp(pairs)).astype(x.dtype)
+    y = contract("bmgrij,bmjgrp->bmigrp", weights, x, x.dtype)
+
+    def per_token(log_decay):  # [B, M, G, R, Q] -> [B, M, Q, G, R, 1]
+        return jnp.exp(jnp.moveaxis(log_decay, -1, 2))[..., None]
+
+    added = contract("bmjgrp,bmjgn->bmgrpn", (x * per_token(end)).astype(x.dtype), B, f)
+    b, m, g, r, p, n = added.shape
+    before, h = carry(total.reshape(b, m, g * r), added.reshape(b, m, g * r, p * n), h0.reshape(b, g * r, p * n))
+    before = before.reshape(added.shape).astype(x.dtype)
+    y = y + contract("bmign,bmgrpn->bmigrp", C, before, x.dtype) * per_token(start)
+    return y.astype(x.dtype).reshape(b, m * size, g, r, p)[:, :L], h.reshape(h0.shape)
+
+
+IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked}
+
+
+def ssd(
+    x: Array,
+    dt: Array,
+    A: Array,
+    B: Array,
+    C: Array,
+    h0: Array,
+    keep: Array | None = None,
+    *,
+    implementation: str | None = None,
+    chunk: int = 128,
+) -> tuple[Array, Array]:
+    """Outputs `[B, L, H, P]` in x's dtype, and the last state.
+
+    x: [B, L, H, P]; dt: [B, L, H]; A: [H], negative; B, C: [B, L, G, N] with G dividing H; h0: [B, H, P, N];
+    keep: [B, L], false where the past is forgotten. A step with dt = 0 leaves the state as it was. dt, A and h0 are
+    wide; x, B and C may be narrow, and are then multiplied so.
+    """
+    heads = (B.shape[2], x.shape[2] // B.shape[2])  # G, R
+    if implementation is None:
+        implementation = "sequential" if x.shape[1] == 1 else "chunked"
+    run = choose("ssd implementation", implementation, IMPLEMENTATIONS)
+    a = jnp.maximum(dt * A, FORGET)
+    if keep is not None:
+        a = jnp.where(keep[..., None], a, FORGET)
+    u = (dt[..., None] * x).astype(x.dtype)
+
+    def grouped(leaf, axis):
+        return leaf.reshape(*leaf.shape[:axis], *heads, *leaf.shape[axis + 1 :])
+
+    y, h = run(grouped(u, 2), grouped(a, 2), B.astype(x.dtype), C.astype(x.dtype), grouped(h0, 1), chunk)
+    return y.reshape(x.shape), h.reshape(h0.shape)

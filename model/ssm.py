@@ -1,0 +1,193 @@
+"""What linear, time-invariant state spaces share: `x' = A x + B u`, `y = C x + D u`, made discrete, run and read.
+
+A is kept as its modes. Those of a real system come in conjugate pairs: of N modes, N/2 are kept, and each stands for
+its pair with twice its real part.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model.contract import Context, Mixer, State, wide
+from model.documents import reverse
+from model.errors import UserError, choose
+from model.layers import dense
+from model.ops.scan import IMPLEMENTATIONS as SCANS
+from model.ops.scan import diagonal_scan
+
+Array = jax.Array
+
+
+def zoh(A: Array, dt: Array) -> tuple[Array, Array]:
+    """Zero-order hold of `x' = A x + u`: the logarithm of the discrete A, and the discrete B."""
+    return dt * A, jnp.expm1(dt * A) / A
+
+
+def bilinear(A: Array, dt: Array) -> tuple[Array, Array]:
+    """The trapezoidal rule: A becomes `(1 + dt A / 2) / (1 - dt A / 2)`, here too as its logarithm."""
+    half = dt * A / 2
+    return jnp.log1p(half) - jnp.log1p(-half), dt / (1 - half)
+
+
+# Of diagonal systems. The logarithm, since it gives powers of A that are as good at long lags as at short ones.
+DISCRETISATIONS = {"zoh": zoh, "bilinear": bilinear}
+
+
+def powers(log_A: Array, L: int) -> Array:
+    """`A^0, ..., A^(L-1)`, `[L, ...]`."""
+    check_length(L)
+    lags = jnp.arange(L).astype(log_A.real.dtype)
+    return jnp.exp(log_A[None] * lags.reshape(L, *[1] * log_A.ndim))
+
+
+def diagonal_recurrence(
+    A: Array,
+    B: Array,
+    C: Array,
+    write: Callable[[Array, Array], Array],
+    read: Callable[[Array, Array], Array],
+    u: Array,
+    h0: Array,
+    ctx: Context,
+    implementation: str | None,
+) -> tuple[Array, Array]:
+    """`h_t = A h_{t-1} + write(u_t, B)`, `y_t = read(h_t, C)`, `[B, L, D]`, and the last state.
+
+    A document starts from an empty state, and padding leaves the state as it is.
+    """
+
+    def expand(x, A, B, C):
+        b = write(x["u"], B)
+        a = jnp.broadcast_to(A, b.shape)
+        if "real" in x:
+            real, opens = (x[name].reshape(*b.shape[:2], *[1] * A.ndim) for name in ("real", "opens"))
+            a = jnp.where(real, jnp.where(opens, 0, a), 1)
+            b = jnp.where(real, b, 0)
+        return a, b
+
+    def contract(h, x, A, B, C):
+        return read(h, C)
+
+    return diagonal_scan(expand, contract, h0, dict(u=u) | marks(ctx), (A, B, C), implementation=implementation)
+
+
+def marks(ctx: Context) -> dict[str, Array]:
+    """What a recurrence must know of documents, `[B, L]` each; nothing where there is one a row."""
+    if ctx.segments is None:
+        return {}
+    return dict(real=ctx.segments > 0, opens=ctx.positions == 0)
+
+
+class System(NamedTuple):
+    """A state space with its parameters, in two forms that are equal."""
+
+    convolution: Callable[[Array], Array]  # u -> y, both [B, L, D]
+    recurrence: Callable[[Array, Array, Context, str | None], tuple[Array, Array]]  # u, h0, ctx, form -> y, last state
+
+
+class StateSpace(Mixer):
+    """A state space and what surrounds it: the way back where it runs both ways, the skip D, GELU, a gated output."""
+
+    state: int = 64  # N, real size; half as many complex modes
+    implementation: str | None = None  # convolution, or one of the scan; None picks
+
+    convolves: ClassVar[bool] = True  # whether None picks the convolution where nothing is carried or reset
+    forms: ClassVar[set[str]] = {"convolution", *SCANS}
+
+    def systems(self) -> list[System]:
+        """Declares the parameters; one system forward and, if the model is bidirectional, one backward."""
+        raise NotImplementedError
+
+    def state_shape(self) -> tuple[int, ...]:
+        """Of one row's state: a state space per channel, unless a mixer says otherwise."""
+        return self.width, self.state // 2
+
+    @nn.compact
+    def __call__(self, x: Array, ctx: Context, state: State = None) -> tuple[Array, State]:
+        self.check()
+        if state is not None and not self.causal:
+            raise UserError("a bidirectional model cannot carry a state; set model.causal=True to generate")
+        forward, *backward = self.systems()
+        skip = self.weight("D", nn.initializers.normal(1.0), (self.width,), ("inner",))
+
+        u = x.astype(wide(self.dtype))
+        y, state = self.mix(forward, u, ctx, state)
+        for system in backward:
+            back, _ = self.mix(system, u[:, ::-1], reverse(ctx), None)
+            y = y + back[:, ::-1]
+        y = nn.gelu(y + skip * u).astype(self.dtype)
+        out = dense((2, self.width), ("embed", None, "mlp"), self.dtype, "out", bias=True)
+        value, gate = jnp.moveaxis(out(y), -2, 0)
+        return value * nn.sigmoid(gate), state
+
+    def mix(self, system: System, u: Array, ctx: Context, state: State) -> tuple[Array, State]:
+        """A convolution where nothing is carried or reset, else the recurrence."""
+        plain = state is None and ctx.segments is None
+        form = self.implementation
+        if form == "convolution" and not plain:
+            raise UserError(
+                f"{self.label}'s convolution cannot carry a state or reset at documents; set implementation=None"
+            )
+        if form == "convolution" or (form is None and plain and self.convolves):
+            return system.convolution(u), None
+        h0 = self.init_state(u.shape[0], 0) if state is None else state
+        y, h = system.recurrence(u, h0, ctx, form)
+        return y, None if state is None else h
+
+    def weight(self, name: str, init: Callable, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
+        return self.param(name, nn.with_logical_partitioning(init, axes), shape, wide(self.dtype))
+
+    def modes(self, name: str, start: np.ndarray, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
+        """Complex numbers that never grow: the real part is minus an exponential."""
+        real = self.weight(f"{name}_real", filled(np.log(-start.real)), shape, axes)
+        return jax.lax.complex(-jnp.exp(real), self.weight(f"{name}_imag", filled(start.imag), shape, axes))
+
+    def readout(self, name: str, init: Callable, axes: tuple[str | None, str | None]) -> Array:
+        """A complex C for each direction, `[1 or 2, D, N]`."""
+        shape = (1 if self.causal else 2, 2, self.width, self.state // 2)
+        return paired(self.weight(name, init, shape, (None, None, *axes)), axis=1)
+
+    def check(self) -> None:
+        if self.implementation is not None:
+            choose(f"{self.label} implementation", self.implementation, self.forms)
+        if self.state < 2 or self.state % 2:
+            near = max(2, self.state + 1)
+            raise UserError(
+                f"{self.label}'s state {self.state} must be even, at least 2, for modes come in pairs; closest: {near}"
+            )
+
+    @property
+    def label(self) -> str:
+        return type(self).__name__.lower()
+
+    def init_state(self, batch: int, max_len: int) -> State:
+        return jnp.zeros((batch, *self.state_shape()), jnp.result_type(wide(self.dtype), jnp.complex64))
+
+    def state_bytes(self, length: int) -> int:
+        return 2 * int(np.prod(self.state_shape())) * jnp.dtype(wide(self.dtype)).itemsize
+
+
+def filled(values: np.ndarray | float) -> nn.initializers.Initializer:
+    """These values, repeated over the leading axes."""
+    return lambda key, shape, dtype: jnp.broadcast_to(jnp.asarray(values, dtype), shape)
+
+
+def log_uniform(dt_min: float, dt_max: float) -> nn.initializers.Initializer:
+    """The logarithm of step sizes between these two, all scales alike."""
+    if not 0 < dt_min <= dt_max:
+        raise UserError(f"dt_min {dt_min} must be positive and at most dt_max {dt_max}")
+    return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, np.log(dt_min), np.log(dt_max))
+
+
+def paired(x: Array, axis: int = 0) -> Array:
+    """A complex array from its real and imaginary parts, the two entries of an axis."""
+    return jax.lax.complex(*jnp.moveaxis(x, axis, 0))
+
+
+def check_length(L: int) -> None:
+    if L < 1:
+        raise UserError(f"a convolution kernel of length {L} was asked for; it needs at least 1")

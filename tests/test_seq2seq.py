@@ -1,0 +1,206 @@
+"""Sequence to sequence: the step's formula, padding, a state that is carried, and a copy that is learned by looking."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from eval.generate import decode, pad, prefill
+from eval.sample import Sampling
+from model.errors import UserError
+from model.seq2seq import Decoder, Seq2Seq, Source, attending_gru, cut
+from train.step import init_state, train_step
+
+V, D, S, T = 10, 16, 6, 4
+MODEL = Seq2Seq(V, D, T)
+ROWS = np.random.default_rng(0).integers(0, V, (3, S + T)).astype(np.int32)
+apply = jax.jit(MODEL.apply, static_argnames=("train", "mutable"))
+
+
+@pytest.fixture(scope="module")
+def variables():
+    return nn.unbox(jax.jit(MODEL.init)(jax.random.key(0), ROWS))
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+@pytest.mark.quick
+def test_a_step_by_hand():
+    """e_j = v . tanh(W s + U h_j); the context is the mean of h under their softmax, and joins the GRU's input."""
+    rng = np.random.default_rng(0)
+    W_a, v_a, C, U, bias = (rng.normal(size=shape) for shape in ((2, 2), (2,), (4, 3, 2), (2, 3, 2), (3, 2)))
+    h, keys, s, x = (rng.normal(size=shape) for shape in ((3, 4), (3, 2), (2,), (3, 2)))
+    e = np.array([v_a @ np.tanh(s @ W_a + key) for key in keys[:2]])  # the third is padding
+    alpha = np.exp(e) / np.exp(e).sum()
+    context = alpha @ h[:2]
+    said, past = x + np.einsum("c,cge->ge", context, C), np.einsum("d,dge->ge", s, U) + bias
+    r, z = sigmoid(said[0] + past[0]), sigmoid(said[1] + past[1])
+    want = (1 - z) * s + z * np.tanh(said[2] + r * past[2])
+
+    p = Decoder(*(jnp.asarray(a, jnp.float32) for a in (W_a, v_a, C, U, bias)))
+    h, keys, s, x = (jnp.asarray(a, jnp.float32)[None] for a in (h, keys, s, x))
+    new, seen = attending_gru(p, s, x, Source(h, keys, jnp.asarray([[1, 1, 0]])))
+    np.testing.assert_allclose(seen[0], context, atol=1e-5)
+    np.testing.assert_allclose(new[0], want, atol=1e-5)
+
+
+def test_the_encoder_reads_both_ways(variables):
+    """Every annotation depends on every token of the source, by the half that reads from its side."""
+
+    def annotations(rows):
+        return apply(variables, rows, None, MODEL.init_state(1, 0))[1]["source"].annotations
+
+    rows = ROWS[:1, : S + 1]
+    whole = annotations(rows)
+    assert whole.shape == (1, S, 2 * D)
+    for column in range(S):
+        other = rows.copy()
+        other[0, column] = (other[0, column] + 1) % V
+        changed = np.abs(annotations(other) - whole).reshape(S, 2, D).max(-1) > 1e-7
+        np.testing.assert_array_equal(changed[:, 0], np.arange(S) >= column)
+        np.testing.assert_array_equal(changed[:, 1], np.arange(S) <= column)
+
+
+def test_where_rows_are_cut():
+    segments = jnp.asarray([[1] * 6, [1, 1, 1, 1, 0, 0], [0, 1, 0, 1, 1, 0], [0] * 6])
+    source, begin = cut(segments, 2)
+    np.testing.assert_array_equal(begin, [4, 2, 3, 0])
+    np.testing.assert_array_equal(source, [[1, 1, 1, 1], [1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]])
+
+
+@pytest.mark.quick
+def test_rows_too_short():
+    for target, near in ((6, 5), (0, 1)):
+        with pytest.raises(UserError, match=f"rows of 6 tokens cannot end in a target of {target}; .* closest: {near}"):
+            cut(jnp.ones((1, 6), jnp.int32), target)
+
+
+def test_causality(variables):
+    """The logits of a token of the target know all of the source, and of the target what has been read."""
+    rows = ROWS[:1]
+    whole = apply(variables, rows)[0]
+    for column in range(S + T):
+        other = rows.copy()
+        other[0, column] = (other[0, column] + 1) % V
+        changed = np.abs(apply(variables, other)[0] - whole).max(-1)[0] > 1e-6
+        np.testing.assert_array_equal(changed, np.arange(T) >= column - S)
+
+
+@pytest.mark.parametrize("place", ["before", "inside", "behind the source", "behind the target"])
+def test_padding_changes_nothing(variables, place):
+    at = {"before": 0, "inside": 3, "behind the source": S, "behind the target": S + T}[place]
+    rows = np.insert(ROWS, [at] * 3, 7, axis=1)
+    segments = np.insert(np.ones_like(ROWS), [at] * 3, 0, axis=1)
+    whole, _ = apply(variables, ROWS)
+    padded, _ = apply(variables, rows, segments)
+    np.testing.assert_allclose(padded, whole, atol=1e-5)
+    assert np.abs(apply(variables, rows)[0] - whole).max() > 1e-2
+
+
+def test_asked_at_positions_of_the_row(variables):
+    whole, _ = apply(variables, ROWS)
+    at = jnp.tile(jnp.asarray([S + 2, S, S - 1]), (3, 1))
+    some, _ = apply(variables, ROWS, at=at)
+    np.testing.assert_allclose(some[:, :2], whole[:, [2, 0]], atol=1e-6)
+    assert np.isnan(some[:, 2]).all()
+
+
+@pytest.mark.parametrize("lengths", [[3], [1, 1, 1], [2, 1]])
+def test_a_target_in_pieces_is_the_target_whole(variables, lengths):
+    """Also behind sources of different lengths."""
+    rows, segments = ROWS.copy(), np.ones_like(ROWS)
+    rows[1] = np.roll(rows[1], -2)
+    segments[1, -2:] = 0
+    whole, none = apply(variables, rows, segments)
+    assert none is None
+    prompts = [row[: n - T + 1].tolist() for row, n in zip(rows, segments.sum(1), strict=True)]
+    first, state = apply(variables, *pad(prompts), MODEL.init_state(3, S + T))
+    made, done = [first], 1
+    rest = np.stack([row[n - T :][:T] for row, n in zip(rows, segments.sum(1), strict=True)])
+    for n in lengths:
+        logits, state = apply(variables, rest[:, done : done + n], None, state)
+        made.append(logits)
+        done += n
+    np.testing.assert_allclose(np.concatenate(made, axis=1), whole, atol=1e-5)
+
+
+def test_padding_between_calls_leaves_the_state(variables):
+    _, state = apply(variables, ROWS[:, : S + 1], None, MODEL.init_state(3, 0))
+    _, after = apply(variables, ROWS[:, :2], np.zeros((3, 2), np.int32), state)
+    jax.tree.map(np.testing.assert_array_equal, after, state)
+
+
+def test_bfloat16_is_near(variables):
+    whole, _ = apply(variables, ROWS)
+    rough, _ = jax.jit(Seq2Seq(V, D, T, dtype=jnp.bfloat16).apply)(variables, ROWS)
+    assert rough.dtype == jnp.float32
+    assert np.linalg.norm(rough - whole) < 0.03 * np.linalg.norm(whole)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
+def test_the_state_holds_the_source_and_does_not_grow(variables, dtype):
+    model = Seq2Seq(V, D, T, dtype=dtype)
+    step = jax.eval_shape(model.apply, variables, ROWS[:1, : S + 1], None, model.init_state(1, 0))[1]
+    for _ in range(2):
+        assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(step)) == model.state_bytes(S + T)
+        assert step["s"].dtype == jnp.float32
+        step = jax.eval_shape(model.apply, variables, ROWS[:1, :1], None, step)[1]
+
+
+def test_training_never_holds_the_hidden_layer_of_all_scores(variables):
+    """Its memory is that of states and contexts, not of T S D."""
+    n = 256
+    model, rows = Seq2Seq(V, D, n), jax.ShapeDtypeStruct((1, 2 * n), jnp.int32)
+    grad = jax.jit(jax.grad(lambda p, rows: jnp.sum(model.apply(p, rows)[0] ** 2)))
+    assert grad.lower(variables, rows).compile().memory_analysis().temp_size_in_bytes < 4 * n * n * D / 2
+
+
+N = 10  # tokens to copy
+
+
+def copying(seed: int, B: int = 32):
+    """Rows that say a source again after a 0, asked for each of its tokens."""
+    source = np.random.default_rng(seed).integers(1, V, (B, N)).astype(np.int32)
+    inputs = np.concatenate([source, np.zeros((B, 1), np.int32), source[:, :-1]], axis=1)
+    at = np.tile(N + np.arange(N, dtype=np.int32), (B, 1))
+    return dict(inputs=inputs, at=at, targets=source, weights=np.ones((B, N), np.float32))
+
+
+def test_it_learns_to_copy_by_looking_at_each_token_in_turn():
+    model, rate = Seq2Seq(V, 32, N), optax.constant_schedule(5e-3)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
+    state = nn.unbox(jax.jit(lambda: init_state(model, tx, copying(0), np.uint32(0)))())
+    step, losses = jax.jit(train_step(model, tx, rate), donate_argnums=0), []
+    for i in range(300):
+        state, sums = step(state, copying(i))
+        losses.append(float(sums["loss"][0] / sums["loss"][1]))
+    assert losses[0] > 2 and losses[-1] < 0.2
+
+    unseen, params = copying(999), state.params
+    _, kept = jax.jit(lambda p, x: model.apply({"params": p}, x, mutable=["maps"]))(params, unseen["inputs"])
+    weights = np.asarray(kept["maps"]["weights"][0])[:, 0]  # [B, N, N]
+    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
+    # A GRU's annotation of a token holds its neighbours too, so one beside it serves as well.
+    index = np.arange(N)
+    near = np.abs(index[:, None] - index) <= 1
+    assert near.mean() < 0.3 and (weights * near).sum(-1).mean() > 0.75
+    assert np.corrcoef((weights @ index).ravel(), np.tile(index, len(weights)))[0, 1] > 0.95
+
+    greedy, key = Sampling(temperature=0), jax.random.key(0)
+    first, carried = prefill(model, greedy, 0, params, unseen["inputs"][:, : N + 1], None, key)
+    _, _, rest = decode(model, greedy, N - 1, params, carried, first, key, 1, N - 1)
+    copied = np.concatenate([first[None], rest]).T
+    assert np.mean(copied == unseen["targets"]) > 0.9
+
+
+def test_dropout_is_for_training(variables):
+    model = Seq2Seq(V, D, T, dropout=0.5)
+    calm, loud = (
+        model.apply(variables, ROWS, train=train, rngs={"dropout": jax.random.key(1)})[0] for train in (False, True)
+    )
+    np.testing.assert_allclose(calm, apply(variables, ROWS)[0], atol=1e-6)
+    assert np.abs(loud - calm).max() > 1e-2

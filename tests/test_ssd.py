@@ -1,0 +1,218 @@
+"""Recurrences in matrix form against the loops that define them: Mamba-2's, and RWKV's two."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.errors import UserError
+from model.mixers.mamba2 import Mamba2
+from model.mixers.rwkv import wkv
+from model.mixers.rwkv6 import RWKV6, wkv6
+from model.ops import ssd as op
+from model.ops.ssd import log_decays, spans, ssd
+from tests import zoo
+
+B, H, P, G, N = 2, 4, 3, 2, 5
+SMALL = 16  # tokens of a chunk
+LENGTHS = [1, 7, 63, 100, 256]
+
+
+@pytest.fixture
+def float64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def few_chunks_a_group(monkeypatch):
+    monkeypatch.setattr(op, "GROUP", 4)  # so that groups of groups are carried too
+
+
+def normal(seed: int = 0, **shapes: tuple[int, ...]) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(seed)
+    return {name: jnp.asarray(rng.normal(size=shape)) for name, shape in shapes.items()}
+
+
+def inputs(L: int, groups: int = G) -> dict[str, jax.Array]:
+    pair = (B, L, groups, N)
+    made = normal(x=(B, L, H, P), dt=(B, L, H), A=(H,), B=pair, C=pair, h0=(B, H, P, N))
+    return made | dict(dt=jax.nn.softplus(made["dt"]), A=-jnp.exp(made["A"]))
+
+
+def cuts(L: int, seed: int = 1) -> jax.Array:
+    """False where the past is forgotten: at a few places, other ones in each row."""
+    return jnp.asarray(np.random.default_rng(seed).random((B, L)) > 0.05)
+
+
+def both(run, arrays: dict[str, jax.Array], slow: str = "sequential", fast: str | None = "chunked"):
+    """Outputs, and gradients of a weighted sum of outputs and states, of two implementations of one op."""
+
+    def objective(arrays, implementation):
+        out = run(**arrays, implementation=implementation)
+        weights = normal(7, **{str(i): leaf.shape for i, leaf in enumerate(jax.tree.leaves(out))})
+        return sum(jnp.sum(o * w) for o, w in zip(jax.tree.leaves(out), weights.values(), strict=True)), out
+
+    step = jax.jit(jax.grad(objective, has_aux=True), static_argnums=1)
+    return step(arrays, slow), step(arrays, fast)
+
+
+def assert_same(one, other, within: float):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert np.isfinite(a).all() and np.isfinite(b).all()
+        assert zoo.far(b, a) < within or np.abs(a - b).max() < 1e-3 * within
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_products_are_the_recurrence(float64, length, cut):
+    """Outputs, last state and every gradient, from a state that is not empty."""
+    keep = cuts(length) if cut else None
+
+    def run(implementation, **arrays):
+        return ssd(**arrays, keep=keep, implementation=implementation, chunk=SMALL)
+
+    assert_same(*both(run, inputs(length)), within=1e-10)
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 40, 128, 1000])
+def test_the_chunk_is_speed_alone(float64, chunk):
+    arrays = inputs(100)
+    y, h = ssd(**arrays, implementation="sequential")
+    assert_same((y, h), ssd(**arrays, implementation="chunked", chunk=chunk), within=1e-12)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_heads_of_a_group_share_their_maps(float64, groups):
+    arrays = inputs(20, groups)
+    repeated = {name: jnp.repeat(arrays[name], H // groups, axis=2) for name in ("B", "C")}
+    for implementation in op.IMPLEMENTATIONS:
+        one = ssd(**arrays, implementation=implementation, chunk=SMALL)
+        assert_same(one, ssd(**arrays | repeated, implementation=implementation, chunk=SMALL), within=1e-12)
+
+
+def test_documents_do_not_see_each_other(float64):
+    """Packed equals each alone, and no gradient crosses; a step of size 0 leaves the state."""
+    L, start = 60, 27
+    arrays = inputs(L)
+    keep = jnp.ones((B, L), bool).at[:, start].set(False)
+    packed, _ = ssd(**arrays, keep=keep, implementation="chunked", chunk=SMALL)
+    own = {name: leaf if name in ("A", "h0") else leaf[:, start:] for name, leaf in arrays.items()}
+    alone, _ = ssd(**own | dict(h0=jnp.zeros_like(arrays["h0"])), implementation="sequential")
+    assert_same(packed[:, start:], alone, within=1e-12)
+
+    def later(x):
+        y, h = ssd(**arrays | dict(x=x), keep=keep, implementation="chunked", chunk=SMALL)
+        return jnp.sum(y[:, start:] ** 2) + jnp.sum(h**2)
+
+    pull = jax.grad(later)(arrays["x"])
+    assert (pull[:, :start] == 0).all() and (np.abs(pull[:, start:]).sum(axis=(2, 3)) > 0).all()
+
+    still = arrays | dict(dt=arrays["dt"].at[:, start:].set(0))
+    _, before = ssd(**{k: v if k in ("A", "h0") else v[:, :start] for k, v in arrays.items()}, chunk=SMALL)
+    assert_same(before, ssd(**still, chunk=SMALL)[1], within=1e-12)
+
+
+def test_sums_do_not_cancel():
+    """A very strong decay in a chunk leaves the weak ones around it exact, in float32."""
+    rng = np.random.default_rng(0)
+    a = -rng.uniform(0.001, 0.1, 64)
+    a[[5, 20, 47]] = -1e6, -1e4, op.FORGET
+    a = a.astype(np.float32).astype(np.float64)
+    pairs, start, end, total = (np.asarray(x, np.float64) for x in log_decays(jnp.asarray(a, jnp.float32)))
+    for i in range(64):
+        for j in range(i + 1):
+            want = a[j + 1 : i + 1].sum()
+            assert pairs[i, j] == want or abs(pairs[i, j] - want) < 1e-6 * max(abs(want), 1e-3)
+    np.testing.assert_allclose(start, np.cumsum(a), rtol=1e-6)
+    np.testing.assert_allclose(end, [a[j + 1 :].sum() for j in range(64)], rtol=1e-6)
+    assert np.exp(total) == 0 and (pairs[np.triu_indices(64, 1)] == -np.inf).all()
+    np.testing.assert_array_equal(spans(jnp.asarray([1.0, 2.0])), [[0, -np.inf, -np.inf], [1, 0, -np.inf], [3, 2, 0]])
+
+
+@pytest.mark.parametrize("strength", [1e-3, 30.0, 1e6])
+def test_any_decay_has_finite_gradients(strength):
+    arrays = {name: leaf.astype(jnp.float32) for name, leaf in inputs(100).items()}
+    arrays["A"] = strength * arrays["A"]
+    slow, fast = both(lambda **arrays: ssd(**arrays, keep=cuts(100), chunk=SMALL), arrays)
+    assert_same(slow, fast, within=2e-5)
+
+
+def test_narrow_inputs_are_summed_wide():
+    arrays = inputs(300)
+    narrow = {name: leaf.astype(jnp.bfloat16) if name in "xBC" else leaf for name, leaf in arrays.items()}
+    slow, fast = both(lambda **arrays: ssd(**arrays, keep=cuts(300), chunk=SMALL), narrow)
+    for a, b in zip(jax.tree.leaves(slow), jax.tree.leaves(fast), strict=True):
+        assert a.dtype == b.dtype and zoo.far(b, a) < 0.02
+    y, h = fast[1]
+    assert y.dtype == jnp.bfloat16 and h.dtype == jnp.float32
+    assert fast[0]["A"].dtype == fast[0]["dt"].dtype == jnp.float32
+
+
+def test_memory_is_that_of_chunks_and_not_of_states():
+    """The compiled gradient holds less than the states of all tokens would take, and grows with the length."""
+    heads, channels, state = 2, 32, 64
+
+    def memory(L):
+        pair = jnp.zeros((1, L, 1, state))
+        x, dt, h0 = jnp.zeros((1, L, heads, channels)), jnp.ones((1, L, heads)), jnp.zeros((1, heads, channels, state))
+
+        def objective(x, dt, A, pair):
+            y, h = ssd(x, dt, A, pair, pair, h0, implementation="chunked")
+            return jnp.sum(y**2) + jnp.sum(h**2)
+
+        step = jax.jit(jax.grad(objective, argnums=(0, 1, 2, 3)))
+        return step.lower(x, dt, -jnp.ones(heads), pair).compile().memory_analysis().temp_size_in_bytes
+
+    states = 4 * 4096 * heads * channels * state
+    assert memory(4096) < 0.5 * states
+    assert memory(4096) < 2.3 * memory(2048)
+
+
+# RWKV
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_matrix_valued_states(float64, length, cut):
+    keep = cuts(length) if cut else None
+    tokens = (B, length, 3, 4)
+    arrays = normal(r=tokens, k=tokens, v=tokens, w=tokens, u=(3, 4), h0=(B, 3, 4, 4))
+    arrays["w"] = -jnp.exp(3 * arrays["w"])  # from hardly to wholly forgotten
+    assert_same(*both(lambda **arrays: wkv6(**arrays, keep=keep), arrays), within=1e-10)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_averages_with_decaying_weights(float64, length):
+    """Documents, padding, and keys so large that no exponential of them would fit."""
+    rng = np.random.default_rng(3)
+    real = jnp.asarray(rng.random((B, length)) < 0.8)
+    first = ~cuts(length) & real
+    arrays = normal(k=(B, length, 5), v=(B, length, 5), w=(5,), u=(5,), aa=(B, 5), bb=(B, 5))
+    arrays |= dict(k=300 * arrays["k"], w=-jnp.exp(arrays["w"]), bb=jnp.exp(arrays["bb"]))
+
+    def run(aa, bb, implementation, **arrays):
+        state = (aa, bb, jnp.zeros_like(bb))
+        y, (aa, bb, pp) = wkv(**arrays, state=state, first=first, real=real, implementation=implementation)
+        return jnp.where(real[..., None], y, 0), aa / bb, jnp.log(bb) + pp
+
+    assert_same(*both(run, arrays), within=1e-10)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("mixer", "told"),
+    [
+        (Mamba2(width=16, head_dim=5), "head_dim 5 does not divide the inner width 32; closest that does: 4"),
+        (Mamba2(width=16, n_groups=3), "n_groups 3 does not divide the number of heads 4; closest that does: 2"),
+        (Mamba2(width=16, dt_min=0.2), "dt_min 0.2 must be positive and at most dt_max 0.1"),
+        (Mamba2(width=16, implementation="chunk"), "unknown ssd implementation 'chunk'; .*closest: chunked"),
+        (RWKV6(width=16, head_dim=3), "head_dim 3 does not divide the width 16; closest that does: 2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_mistakes_are_told(mixer, told):
+    with pytest.raises(UserError, match=told):
+        mixer.init(jax.random.key(0), zoo.inputs(1, 4), zoo.context(L=4))

@@ -2,8 +2,8 @@
 
     python -m experiments.reproduce quickstart [--scale=smoke] [--jobs=2] [--out=runs/quickstart]
 
-Call it again to take up where it stopped. A name takes along the tables that begin with it: `positions` also fills
-`positions_text`. `python -m experiments.list` names the tables. `--config.KEY=VALUE` holds
+Call it again to take up where it stopped. A name takes along the tables that begin with it, unless --out
+names one folder: `positions` also fills `positions_text`. `python -m experiments.list` names the tables. `--config.KEY=VALUE` holds
 for all runs, and the table's title says so.
 """
 
@@ -23,23 +23,25 @@ from train import cli
 SCALE = flags.DEFINE_string("scale", None, f"One of {', '.join(SCALES)}, where the table has it.")
 JOBS = flags.DEFINE_integer("jobs", None, "Runs at once; default one per core, or one on an accelerator.")
 OUT = flags.DEFINE_string(
-    "out", None, "Folder; default runs/TABLE, or runs/TABLE-SCALE at another than its first scale."
+    "out", None, "Folder of TABLE alone; default runs/TABLE, or runs/TABLE-SCALE at another than its first scale."
 )
 
 
 def main(argv: list[str]) -> int:
     if len(argv) != 2:
         raise UserError(f"reproduce takes one table; choose from {', '.join(sorted(TABLES))}")
-    choose("table", argv[1], TABLES)
-    family = [table for name, table in TABLES.items() if name == argv[1] or name.startswith(argv[1] + "_")]
+    table = choose("table", argv[1], TABLES)
+    if OUT.value is not None:
+        return reproduce(table, choose_scale(table, SCALE.value), Path(OUT.value))
     codes = []
-    for table in family:
-        scale = choose_scale(table, SCALE.value)
-        named = table.name + (f"-{scale}" if scale != table.scales[0] else "")
-        out = Path("runs", named) if OUT.value is None else Path(OUT.value, *([named] if len(family) > 1 else []))
-        codes.append(reproduce(table, scale, out))
-        if codes[-1] > 128:  # stopped by a signal
-            break
+    for name, table in TABLES.items():
+        if name == argv[1] or name.startswith(argv[1] + "_"):
+            scale = choose_scale(table, SCALE.value)
+            codes.append(
+                reproduce(table, scale, Path("runs", name + (f"-{scale}" if scale != table.scales[0] else "")))
+            )
+            if codes[-1] > 128:  # stopped by a signal
+                break
     return max(codes)
 
 

@@ -13,7 +13,7 @@ CONFIG = "--config=configs/debug.py"
 
 
 def run(*words: str, timeout: int = 120, **env: str) -> subprocess.CompletedProcess:
-    environment = dict(os.environ, XLA_FLAGS="", **env)
+    environment = dict(os.environ, XLA_FLAGS="--xla_backend_optimization_level=0", **env)
     return subprocess.run(
         [sys.executable, "-m", *words],
         cwd=ROOT,

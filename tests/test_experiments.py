@@ -24,7 +24,7 @@ DEBUG = "configs/debug.py"
 
 def start(module: str, *arguments: str, **options) -> subprocess.Popen:
     """A command as a user types it, on the plain CPU rather than the tests' forced devices."""
-    env = {**os.environ, "XLA_FLAGS": ""}
+    env = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     return subprocess.Popen([sys.executable, "-m", module, *arguments], cwd=ROOT, env=env, **pipes)
 

@@ -14,66 +14,41 @@ from model.layers import check_divides, dense
 from model.mixers.mamba import uniform
 from model.mixers.rwkv import spread, token_shift
 from model.ops.conv import conv_tail
-from model.ops.ssd import FORGET, carry, contract, cut
+from model.ops.ssd import FORGET
 
 Array = jax.Array
-CHUNK = 64  # a power of 2
+CHUNK = 64  # tokens whose states the backward pass holds at once
+
+
+def tokens_first(*arrays: Array) -> tuple[Array, ...]:
+    return tuple(jnp.swapaxes(x, 0, 1) for x in arrays)
+
+
+def step(h: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
+    """`y_t = r_t h_{t-1}`, `h_t = diag(e^{w_t}) h_{t-1} + k_t^T v_t`."""
+    r, k, v, w = token
+    y = jnp.einsum("bhk,bhkv->bhv", r, h)
+    return jnp.exp(w)[..., None] * h + k[..., None] * v[..., None, :], y
 
 
 def wkv6_sequential(r: Array, k: Array, v: Array, w: Array, h0: Array) -> tuple[Array, Array]:
-    """One token after another: `y_t = r_t h_{t-1}`, `h_t = diag(e^{w_t}) h_{t-1} + k_t^T v_t`."""
-
-    def step(h, token):
-        r, k, v, w = token
-        y = jnp.einsum("bhk,bhkv->bhv", r, h)
-        return jnp.exp(w)[..., None] * h + k[..., None] * v[..., None, :], y
-
-    tokens = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1).astype(w.dtype), (r, k, v, w))
-    h, y = lax.scan(step, h0, tokens)
+    """One token after another."""
+    h, y = lax.scan(step, h0, tokens_first(*(x.astype(w.dtype) for x in (r, k, v, w))))
     return jnp.swapaxes(y, 0, 1), h
 
 
-@jax.checkpoint
 def wkv6_chunked(r: Array, k: Array, v: Array, w: Array, h0: Array) -> tuple[Array, Array]:
-    """Products between the halves of ever larger blocks, and states carried from chunk to chunk.
+    """One token after another; the backward pass recomputes the states of one chunk at a time."""
+    B, L = v.shape[:2]
+    n = -(-L // CHUNK)
 
-    A later half reads an earlier one through the point where they meet: queries fade from there, keys up to there,
-    so every factor is a decay and none can overflow, as the usual `e^{sum to i} e^{-sum to j}` does.
-    """
-    L, f = v.shape[1], w.dtype
-    size = min(CHUNK, 1 << (L - 1).bit_length())
-    r, k, v, w = (cut(leaf, size) for leaf in (r, k, v, w))  # [B, M, Q, H, K]
-    shape, y = v.shape, jnp.zeros(v.shape, f)
-    # Log decay over each block, from its start up to before a token, and from after a token to its end.
-    total, start, end = w, jnp.zeros_like(w), jnp.zeros_like(w)
+    def chunks(x):  # a filled step has k = 0 and w = 0, which leaves the state
+        x = jnp.pad(x.astype(w.dtype), [(0, 0), (0, n * CHUNK - L), (0, 0), (0, 0)])
+        return jnp.moveaxis(x.reshape(B, n, CHUNK, *x.shape[2:]), 0, 2)  # [n, CHUNK, B, H, K]
 
-    half = 1
-    while half < size:
-
-        def early_late(leaf, half=half):  # two halves of each block, [B, M, blocks, half, H, K]
-            halves = leaf.reshape(*leaf.shape[:2], -1, 2, half, *leaf.shape[3:])
-            return halves[:, :, :, 0], halves[:, :, :, 1]
-
-        def whole(early, late, shape=shape):
-            return jnp.stack([early, late], axis=3).reshape(shape)
-
-        keys = early_late(k)[0] * jnp.exp(early_late(end)[0])
-        queries = early_late(r)[1] * jnp.exp(early_late(start)[1])
-        scores = contract("bmnihk,bmnjhk->bmnhij", queries.astype(v.dtype), keys.astype(v.dtype), v.dtype)
-        seen = contract("bmnhij,bmnjhv->bmnihv", scores, early_late(v)[0], f)
-        y = y + whole(jnp.zeros_like(seen), seen)
-
-        early, late = total[:, :, 0::2, None], total[:, :, 1::2, None]  # one a block
-        start = whole(early_late(start)[0], early_late(start)[1] + early)
-        end = whole(early_late(end)[0] + late, early_late(end)[1])
-        total, half = total[:, :, 0::2] + total[:, :, 1::2], 2 * half
-
-    added = contract("bmjhk,bmjhv->bmhkv", (k * jnp.exp(end)).astype(v.dtype), v, f)
-    b, m, h, c, _ = added.shape
-    before, last = carry(total.reshape(b, m, h * c), added.reshape(b, m, h * c, -1), h0.reshape(b, h * c, -1))
-    queries, before = (r * jnp.exp(start)).astype(v.dtype), before.reshape(added.shape).astype(v.dtype)
-    y = y + contract("bmihk,bmhkv->bmihv", queries, before, f)
-    return y.reshape(b, m * size, *shape[3:])[:, :L], last.reshape(h0.shape)
+    inner = jax.checkpoint(lambda h, tokens: lax.scan(step, h, tokens), prevent_cse=False)
+    h, y = lax.scan(inner, h0, tuple(map(chunks, (r, k, v, w))))
+    return jnp.moveaxis(y.reshape(n * CHUNK, *y.shape[2:])[:L], 0, 1), h
 
 
 IMPLEMENTATIONS = {"sequential": wkv6_sequential, "chunked": wkv6_chunked}

@@ -2,9 +2,9 @@
 
     python -m experiments.reproduce quickstart [--scale=smoke] [--jobs=2] [--out=runs/quickstart]
 
-Call it again to take up where it stopped. A name takes along the tables that begin with it, unless --out
-names one folder: `positions` also fills `positions_text`. `python -m experiments.list` names the tables. `--config.KEY=VALUE` holds
-for all runs, and the table's title says so.
+Call it again to take up where it stopped. A name takes along the tables that begin with it, unless --out names one
+folder: `positions` also fills `positions_text`. `python -m experiments.list` names the tables. `--config.KEY=VALUE`
+holds for all runs, and the table's title says so.
 """
 
 from dataclasses import replace
@@ -37,9 +37,8 @@ def main(argv: list[str]) -> int:
     for name, table in TABLES.items():
         if name == argv[1] or name.startswith(argv[1] + "_"):
             scale = choose_scale(table, SCALE.value)
-            codes.append(
-                reproduce(table, scale, Path("runs", name + (f"-{scale}" if scale != table.scales[0] else "")))
-            )
+            folder = name + (f"-{scale}" if scale != table.scales[0] else "")
+            codes.append(reproduce(table, scale, Path("runs", folder)))
             if codes[-1] > 128:  # stopped by a signal
                 break
     return max(codes)

@@ -18,7 +18,8 @@ ARCHS = {
     "mamba2": dict(mixers=("mamba2",), mlp="none", mamba2=dict(state=64)),  # one decay a head: matrix products
     "rglru": dict(mixers=("rglru",)),  # Hawk: gated linear recurrences alone
     "rwkv": dict(mixers=("rwkv",)),  # RWKV-4: an average with decaying weights
-    "rwkv6": dict(mixers=("rwkv6",)),  # RWKV-6: a matrix state, decay decided by the token
+    # RWKV-6: a matrix state, decay decided by the token; ranks for small widths
+    "rwkv6": dict(mixers=("rwkv6",), rwkv6=dict(mix_rank=8, decay_rank=16)),
     "lstm": dict(mixers=("lstm",), mlp="none"),  # gated recurrence, one token after another
     "gru": dict(mixers=("gru",), mlp="none"),  # gated recurrence with three gates instead of four
     "hybrid": dict(mixers=("mamba", "attention")),  # alternating, positions from the recurrence alone

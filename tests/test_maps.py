@@ -19,7 +19,7 @@ from matplotlib.image import imread
 from configs import base
 from data import build as build_task
 from eval import attention as suite
-from eval import maps
+from eval import maps, pictures
 from eval.restore import restore
 from eval.suites import SUITES
 from model import build
@@ -144,8 +144,8 @@ def test_documents_are_taken_together():
 def test_a_long_map_keeps_its_thin_lines_and_hides_what_is_not_seen():
     n = 1000
     weights, mask = np.eye(n, k=-1), np.tri(n, dtype=bool)
-    cells = maps.heatmap(Figure().add_subplot(), weights, mask).get_array()
-    assert len(cells) <= maps.CELLS and np.all(np.diagonal(cells) == 1)
+    cells = pictures.heatmap(Figure().add_subplot(), weights, mask).get_array()
+    assert len(cells) <= pictures.CELLS and np.all(np.diagonal(cells) == 1)
     np.testing.assert_array_equal(cells.mask, ~np.tri(len(cells), dtype=bool))
     assert np.all(cells[np.tri(len(cells), k=-2, dtype=bool)] == 0)
 

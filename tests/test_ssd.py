@@ -182,6 +182,20 @@ def test_matrix_valued_states(float64, length, cut):
     assert_same(*both(lambda **arrays: wkv6(**arrays, keep=keep), arrays), within=1e-10)
 
 
+@pytest.mark.parametrize("implementation", ["sequential", "chunked"])
+def test_a_document_begins_with_an_empty_matrix(float64, implementation):
+    L, start = 40, 13
+    tokens = (B, L, 3, 4)
+    arrays = normal(r=tokens, k=tokens, v=tokens, w=tokens)
+    arrays["w"] = -jnp.exp(arrays["w"])
+    others = normal(u=(3, 4), h0=(B, 3, 4, 4))
+    keep = jnp.ones((B, L), bool).at[:, start].set(False)
+    packed, h = wkv6(**arrays, **others, keep=keep, implementation=implementation)
+    own = {name: leaf[:, start:] for name, leaf in arrays.items()}
+    alone = wkv6(**own, u=others["u"], h0=jnp.zeros_like(others["h0"]), implementation="sequential")
+    assert_same(alone, (packed[:, start:], h), within=1e-12)
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 def test_averages_with_decaying_weights(float64, length):
     """Documents, padding, and keys so large that no exponential of them would fit."""

@@ -5,13 +5,15 @@ from types import SimpleNamespace
 from model.errors import UserError, closest
 
 
-def parse(argument: str, **defaults: str) -> SimpleNamespace:
-    """Reads `key=value,...` over the defaults; an unknown key is an error."""
+def parse(argument: str, **defaults: str | int) -> SimpleNamespace:
+    """Reads `key=value,...` over the defaults, as texts or whole numbers like them; an unknown key is an error."""
     values = dict(defaults)
     for item in filter(None, argument.split(",")):
         key, equals, value = item.partition("=")
         if not equals or key not in defaults:
             allowed = ", ".join(f"{k}=..." for k in defaults)
             raise UserError(f"unknown config argument {item!r}; this config takes {allowed}{closest(key, defaults)}")
-        values[key] = value
+        if isinstance(defaults[key], int) and not value.isdecimal():
+            raise UserError(f"config argument {key} is {value!r}; it takes a whole number, such as {defaults[key]}")
+        values[key] = type(defaults[key])(value)
     return SimpleNamespace(**values)

@@ -3,20 +3,22 @@
     python -m experiments.bench loop      share of training's wall time that is not the compiled step
     python -m experiments.bench startup   seconds to the first step, at the first and at the second start
     python -m experiments.bench attention time and memory of attention beside its peers
+    python -m experiments.bench scan      the same of state spaces: scans, Mamba-2's products, long convolutions
 
 The first two take --config=FILE (default: the quickstart's architectures) and --config.KEY=VALUE; all take --out=FILE,
-where rows go as JSON lines, and for attention a table beside them as FILE.md.
+where rows go as JSON lines, and for the last two a table beside them, with the ending md.
 """
 
 import json
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import jax
 from absl import flags
 
-from experiments import attention_speed, overhead, startup
+from experiments import attention_speed, overhead, scan_speed, speed, startup
 from experiments.runs import read_value
 from experiments.tables import TABLES
 from model.errors import UserError, choose
@@ -25,7 +27,7 @@ from train.revision import revision
 
 CONFIG = flags.DEFINE_multi_string("config", [], "Config file, with its argument if any; may be repeated.")
 STEPS = flags.DEFINE_integer("steps", 500, "loop: steps in a round.")
-ROUNDS = flags.DEFINE_integer("rounds", 3, "loop, attention: times that each contender has its turn.")
+ROUNDS = flags.DEFINE_integer("rounds", 3, "All but startup: times that each contender has its turn.")
 OUT = flags.DEFINE_string("out", None, "File for the measurements, a line of JSON each.")
 
 
@@ -44,10 +46,13 @@ def bench_startup() -> Iterator[tuple[dict, str]]:
         yield {"config": spec, **row}, f"{spec}: {times}"
 
 
-def bench_attention() -> Iterator[tuple[dict, str]]:
-    for row in attention_speed.measure(ROUNDS.value):
-        times = f"{row['forward_ms']:.2f} ms, with gradient {row['gradient_ms']:.2f} ms, {row['temp_mib']:,.0f} MiB"
-        yield row, f"n {row['n']}, {row['case']}, {row['contender']}: {times}"
+def bench_contenders(name: str) -> Iterator[tuple[dict, str]]:
+    bench = CONTESTS[name]
+    for row in speed.measure(bench.settings(), bench.contenders, ROUNDS.value):
+        figures = row.get("error") or ", ".join(
+            f"{speed.figure(row, key)} {title}" for key, title in speed.FIGURES.items()
+        )
+        yield row, f"{' '.join(str(row[key]) for key in bench.LEAD)}, {row['contender']}: {figures}"
 
 
 def specs() -> list[str]:
@@ -57,10 +62,11 @@ def specs() -> list[str]:
     return CONFIG.value or list(dict.fromkeys(one_task))
 
 
+CONTESTS = {"attention": attention_speed, "scan": scan_speed}
 BENCHES: dict[str, Callable[[], Iterator[tuple[dict, str]]]] = {
     "loop": bench_loop,
     "startup": bench_startup,
-    "attention": bench_attention,
+    **{name: partial(bench_contenders, name) for name in CONTESTS},
 }
 
 
@@ -76,8 +82,8 @@ def main(argv: list[str]) -> None:
         out = Path(OUT.value)
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
-        if argv[1] == "attention":
-            out.with_suffix(".md").write_text(attention_speed.table(rows))
+        if argv[1] in CONTESTS:
+            out.with_suffix(".md").write_text(speed.table(rows, CONTESTS[argv[1]].LEAD))
 
 
 def provenance() -> dict[str, str]:

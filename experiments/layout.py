@@ -29,6 +29,7 @@ class Layout:
     published: Mapping[tuple[str, ...], Published] = field(default_factory=dict)  # (*by, across) values -> number
     title: str = ""
     note: str = ""  # stands below
+    against: str = ""  # the cost that the picture's horizontal axis is; none: a label
 
 
 @dataclass(frozen=True)

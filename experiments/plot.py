@@ -12,7 +12,7 @@ matplotlib.use("Agg")  # files only, so no display is needed
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from experiments.layout import Sheet, plain
+from experiments.layout import COSTS, Sheet, plain
 from experiments.rows import Summary
 
 # Okabe and Ito's palette, told apart with every common kind of colour blindness; yellow left out on white.
@@ -36,7 +36,7 @@ def plot(sheet: Sheet, path: Path) -> None:
             if across:
                 _lines(axis, sheet, i, sheet.layout.across, _along_columns(sheet))
             elif numeric:
-                _lines(axis, sheet, i, sheet.layout.by[-1], _along_lines(sheet, i))
+                _lines(axis, sheet, i, sheet.layout.against or sheet.layout.by[-1], _along_lines(sheet, i))
             else:
                 _dots(axis, sheet, i)
             axis.set_title("" if column is None else plain(column), fontsize=9)
@@ -79,11 +79,14 @@ def _along_columns(sheet: Sheet) -> Curves:
 
 
 def _along_lines(sheet: Sheet, column: int) -> Curves:
-    """The last label is the horizontal axis; each setting of the others is a line."""
+    """The last label, or what it costs, is the horizontal axis; each setting of the other labels is a line."""
     curves: Curves = {}
     for line, cells in sheet.lines.items():
-        if cells[column]:
-            curves.setdefault(" ".join(map(plain, line[:-1])), []).append((line[-1], cells[column].summary))
+        cell = cells[column]
+        if cell:
+            x = cell.costs.get(sheet.layout.against) if sheet.layout.against else line[-1]
+            points = curves.setdefault(" ".join(map(plain, line[:-1])), [])
+            points += [(x, cell.summary)] if x is not None else []  # a failed run's costs are not known
     return curves
 
 
@@ -105,11 +108,12 @@ def _lines(axis: Axes, sheet: Sheet, column: int, label: str, curves: Curves) ->
             label=name,
         )
     values = sorted({x for points in curves.values() for x, _ in points})
-    if values[0] > 0 and values[-1] >= 2 * values[0]:
+    if values and values[0] > 0 and values[-1] >= 2 * values[0]:
         axis.set_xscale("log")
-    axis.set_xticks(values, [f"{value:g}" for value in values], rotation=45 if len(values) > 5 else 0)
-    axis.minorticks_off()
-    axis.set_xlabel(label)
+    if label not in COSTS:  # few values, all of them chosen
+        axis.set_xticks(values, [f"{value:g}" for value in values], rotation=45 if len(values) > 5 else 0)
+        axis.minorticks_off()
+    axis.set_xlabel(label.replace("_", " "))
     for length in sheet.trained if label == "length" else ():
         axis.axvline(length, color=GREY, linestyle=":", linewidth=1)
         axis.annotate("trained", (length, 1.0), xycoords=("data", "axes fraction"), fontsize=7, color=GREY, ha="center")

@@ -6,9 +6,12 @@ A table is a value. A new one is a function from a scale to runs and an entry in
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
+from itertools import product
 
-from configs import extrapolation
-from experiments.layout import Layout, Published
+from experiments import published
+from experiments.layout import Layout
+from experiments.published import Quotes
 from experiments.runs import Run, Value
 from model.errors import UserError, choose, closest
 from model.positions import POSITIONS
@@ -18,9 +21,6 @@ SCALES = {
     "small": "a small version of the question, on a laptop or one accelerator",
     "paper": "the published setting",
 }
-
-
-Quotes = Mapping[tuple[str, ...], Published]  # (*by, across) values -> number
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Table:
     metric: str
     published: Callable[[str], Quotes] = lambda scale: {}  # scale -> numbers
     note: str = ""  # what others have published that is no number of this table's
+    against: str = ""  # a cost that the plot sets the metric against
 
 
 def choose_scale(table: Table, given: str | None) -> str:
@@ -58,6 +59,7 @@ def layout(table: Table, scale: str) -> Layout:
         published=table.published(scale),
         title=title,
         note=table.note,
+        against=table.against,
     )
 
 
@@ -96,48 +98,68 @@ def positions(task: str, scale: str) -> list[Run]:
     ]
 
 
-MAMBA = "Gu and Dao 2023, Mamba (arXiv:2312.00752)"
-QUICKSTART_PUBLISHED = {
-    ("attention", "mqar"): Published(
-        1.0,
-        "Arora et al. 2023, Zoology (arXiv:2312.04927), figure 2, read off: length 64, 4 pairs,"
-        " vocabulary 8192, learned positions",
-    ),
-    ("mamba", "selective_copying"): Published(
-        0.998, f"{MAMBA}: length 4096, 16 tokens to copy, 2 layers of width 64, 400,000 steps"
-    ),
-    ("attention", "induction"): Published(
-        1.0, f"{MAMBA}: trained and tested at length 256, rotary positions, 2 layers of width 128"
-    ),
-    ("mamba", "induction"): Published(1.0, f"{MAMBA}: trained and tested at length 256, 2 layers of width 64"),
-    ("s4d", "induction"): Published(0.356, "Fu et al. 2022, H3 (arXiv:2212.14052): length 30, vocabulary 20, width 32"),
-}
+RECURRENT = ("s4", "s4d", "s5", "lru", "rwkv", "rglru", "mamba", "mamba2")
 
 
-def induction_published(scale: str) -> Quotes:
-    """Mamba's attention rows at the same multiples of the training length, which is 256 there."""
-    accuracies = {
-        "rope": (1.0, 0.836, 0.313, 0.184, 0.086, 0.09, 0.055),
-        "xpos": (1.0, 0.996, 0.676, 0.254, 0.07, 0.09, 0.078),
-    }
-    setting = (
-        "trained at length 256, tested at the same multiple of it, 2 layers of width 128, 409,600 steps of 8 examples"
+def over_archs(config: str, archs: Sequence[str], seeds: Mapping[str, int], scale: str) -> list[Run]:
+    """Every architecture in a config that takes `arch` and `size`."""
+    return [
+        Run(f"configs/{config}.py:arch={arch},size={scale}", {"seed": seed}, {"arch": arch})
+        for arch in archs
+        for seed in range(choose("scale", scale, seeds))
+    ]
+
+
+def recall(scale: str) -> list[Run]:
+    """Zoology's grid: architectures in several widths, recalling several numbers of pairs."""
+    archs = ("attention", "s4d", "rwkv", "rglru", "mamba", "mamba2")
+    widths, pairs, seeds = choose(
+        "scale",
+        scale,
+        {
+            "small": ((32, 64, 128), (4, 8, 16), 2),
+            "smoke": ((16, 32), (4,), 1),
+            "paper": ((64, 128, 256, 512), (4, 8, 16, 64), 3),
+        },
     )
-    length, _ = extrapolation.LENGTHS[scale]["induction"]
-    return {
-        (position, str(length * 2**i)): Published(value, f"{MAMBA}: {setting}")
-        for position, values in accuracies.items()
-        for i, value in enumerate(values)
+    return [
+        Run(
+            f"configs/recall.py:arch={arch},width={width},pairs={k},size={scale}",
+            {"seed": seed},
+            {"arch": arch, "width": width, "pairs": k},
+        )
+        for arch, width, k in product(archs, widths, pairs)
+        for seed in range(seeds)
+    ]
+
+
+def precision(scale: str) -> list[Run]:
+    """Every selective model in half the bits, on long rows of Python's own help texts."""
+    overrides, seeds = choose(
+        "scale",
+        scale,
+        {"small": ({"data.text.length": 4096, "batch_size": 4}, 2), "smoke": ({"data.text.length": 256}, 1)},
+    )
+    text = find_spec("pydoc_data.topics").origin
+    steps = {
+        "steps": 200,
+        "eval_every": 0,
+        "checkpoint_every": 0,
+        "eval_batches": 0,
+        "model.width": 64,
+        "model.layers": 2,
     }
+    return [
+        Run(
+            f"configs/text.py:arch={arch}",
+            {"data.text.path": text, **steps, **overrides, "model.dtype": dtype, "seed": seed},
+            {"arch": arch, "dtype": dtype},
+        )
+        for arch in ("mamba", "mamba2", "rglru", "rwkv6")
+        for dtype in ("float32", "bfloat16")
+        for seed in range(seeds)
+    ]
 
-
-# Perplexities of words have no place among nats per byte, so they stand below the table.
-ALIBI_TABLE = (
-    "Published, in another unit: Press et al. 2021, ALiBi (arXiv:2108.12409), Table 5, perplexity of WikiText-103's"
-    " words, 247M parameters, tested without overlap. ALiBi trained at 64: 28.46 at 64, 24.70 at 128, 22.88 at 256,"
-    " 22.09 at 512, 21.73 at 1024, 21.59 at 2048; trained at 512: 19.73 at 512, 18.81 at 1024, 18.40 at 3072."
-    " Trained at the length tested, 512: sinusoidal 20.05, rotary 20.07, T5 19.65; 3072: 18.67, 18.57, 18.01."
-)
 
 TABLES = {
     table.name: table
@@ -150,7 +172,7 @@ TABLES = {
             by=("arch",),
             across="task",
             metric="test/accuracy",
-            published=lambda scale: QUICKSTART_PUBLISHED,
+            published=lambda scale: published.QUICKSTART,
         ),
         Table(
             name="positions",
@@ -160,7 +182,7 @@ TABLES = {
             by=("position",),
             across="length",
             metric="test/accuracy",
-            published=induction_published,
+            published=published.positions,
         ),
         Table(
             name="positions_text",
@@ -170,7 +192,54 @@ TABLES = {
             by=("position",),
             across="length",
             metric="test/loss",
-            note=ALIBI_TABLE,
+            note=published.ALIBI_TABLE,
+        ),
+        Table(
+            name="selective_copying",
+            description="tokens scattered among noise, copied in order",
+            runs=partial(
+                over_archs, "selective_copying", ("attention", "lstm", *RECURRENT), {"small": 3, "smoke": 1, "paper": 3}
+            ),
+            scales=("small", "smoke", "paper"),
+            by=("arch",),
+            across=None,
+            metric="test/accuracy",
+            published=lambda scale: published.SELECTIVE_COPYING,
+        ),
+        Table(
+            name="induction_heads",
+            description="what followed this token last time, trained on short rows, tested on long",
+            runs=partial(
+                over_archs,
+                "induction_heads",
+                ("attention", "alibi", *RECURRENT, "hybrid"),
+                {"small": 3, "smoke": 1, "paper": 3},
+            ),
+            scales=("small", "smoke", "paper"),
+            by=("arch",),
+            across="length",
+            metric="test/accuracy",
+            published=published.induction_heads,
+        ),
+        Table(
+            name="recall",
+            description="associative recall by width and number of pairs, set against bytes of state",
+            runs=recall,
+            scales=("small", "smoke", "paper"),
+            by=("arch", "width"),
+            across="pairs",
+            metric="test/accuracy",
+            published=published.recall,
+            against="state_bytes",
+        ),
+        Table(
+            name="precision",
+            description="selective models in bfloat16 beside float32, 200 steps at length 4,096, nats per byte",
+            runs=precision,
+            scales=("small", "smoke"),
+            by=("arch",),
+            across="dtype",
+            metric="test/loss",
         ),
     ]
 }

@@ -1,13 +1,14 @@
 """Torch's attention on a GPU, as a peer to measure against; nothing where torch or the GPU is missing."""
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import numpy as np
 
+from experiments.speed import Contender, Setting, compiled_torch, cuda_torch
 
-def contenders(setting: dict[str, Any], window: int, soft_cap: float) -> dict[str, tuple[Callable, Callable, Callable]]:
-    """Name -> forward, gradient, bytes that the gradient took beside its inputs."""
+
+def contenders(setting: Setting, window: int, soft_cap: float) -> dict[str, Callable[[], Contender]]:
     torch = cuda_torch()
     if torch is None:
         return {}
@@ -22,12 +23,11 @@ def contenders(setting: dict[str, Any], window: int, soft_cap: float) -> dict[st
     for x in (q, k, v):
         x.requires_grad_()
     slopes = torch.tensor([2 ** (-8 * (h + 1) / heads) for h in range(heads)], device="cuda")
-    table = torch.tensor(rng.normal(size=(32, heads)), dtype=torch.float32, device="cuda")
+    table = torch.tensor(rng.normal(size=(32, heads)), dtype=torch.float32, device="cuda", requires_grad=True)
     sinks = torch.zeros(heads, device="cuda", requires_grad=True)
 
     def seen(b, h, i, j):
-        near = (i >= j) & (i - j < window) if case == "window" else i >= j
-        return near
+        return (i >= j) & (i - j < window) if case == "window" else i >= j
 
     def t5_bucket(distance):
         far = 16 + (torch.log(distance.clamp(min=1) / 16) / np.log(128 / 16) * 16).to(torch.int32)
@@ -51,44 +51,8 @@ def contenders(setting: dict[str, Any], window: int, soft_cap: float) -> dict[st
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    def contender(run: Callable) -> tuple[Callable, Callable, Callable]:
-        wanted = (q, k, v, sinks) if case == "sinks" else (q, k, v)
-
-        def forward():
-            with torch.no_grad():
-                return run(q, k, v)
-
-        def gradient():
-            return torch.autograd.grad(run(q, k, v), wanted, d)
-
-        def memory() -> float:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            grads = gradient()
-            torch.cuda.synchronize()
-            outputs = sum(x.numel() * x.element_size() for x in grads)
-            return torch.cuda.max_memory_allocated() - before - outputs
-
-        return forward, gradient, memory
-
-    found = {"torch flex_attention": contender(flex)}
+    wanted = (q, k, v, *{"t5": [table], "sinks": [sinks]}.get(case, []))
+    found = {"torch flex_attention": partial(compiled_torch, flex, d, wanted, q, k, v)}
     if case == "causal":
-        found["torch sdpa cudnn"] = contender(sdpa)
+        found["torch sdpa cudnn"] = partial(compiled_torch, sdpa, d, wanted, q, k, v)
     return found
-
-
-def cuda_torch() -> Any:
-    """The torch module, if it is installed and sees a GPU."""
-    try:
-        import torch
-    except ImportError:
-        return None
-    return torch if torch.cuda.is_available() else None
-
-
-def wait(result: Any) -> None:
-    """Until torch's queue is empty."""
-    torch = cuda_torch()
-    if torch is not None:
-        torch.cuda.synchronize()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import attention_speed
+from experiments import attention_speed, speed
 from model.errors import UserError
 from model.ops import attention as op
 from model.ops import tiled_attention
@@ -231,10 +231,10 @@ def test_the_bench_measures_every_contender(monkeypatch):
     tiny = dict(batches={64: 1}, heads=2, head_dim=8, dtype="float32")
     monkeypatch.setattr(attention_speed, "SHAPES", {"cpu": tiny})
     monkeypatch.setattr(attention_speed, "CASES", ("sinks",))
-    monkeypatch.setattr(attention_speed, "LEAST", 0.0)
-    rows = list(attention_speed.measure(rounds=1))
+    monkeypatch.setattr(speed, "LEAST", 0.0)
+    rows = list(speed.measure(attention_speed.settings(), attention_speed.contenders, rounds=1))
     assert [(row["case"], row["contender"]) for row in rows] == [
         ("sinks", f"longview {name}") for name in ("xla", "tiled")
     ]
     assert all(row["forward_ms"] > 0 and row["gradient_ms"] > 0 and row["temp_mib"] > 0 for row in rows)
-    assert attention_speed.table(rows).count("\n") == 2 + len(rows)
+    assert speed.table(rows, attention_speed.LEAD).count("\n") == 2 + len(rows)

@@ -1,0 +1,39 @@
+"""Associative recall over width and number of pairs: how much state does it take to remember? (Zoology, figure 2)
+
+    python -m train --config=configs/recall.py:arch=mamba,width=128,pairs=16 --workdir=runs/recall
+
+Feeds the table `recall`, which sets accuracy against bytes of state. 4, 8, 16 and 64 pairs come in rows of 64, 128,
+256 and 512 tokens, as published. `size=paper` has the published vocabulary of 8,192 and 100,000 examples; `size=small`,
+for one accelerator, has a vocabulary of 512 and fresh examples; `size=smoke` takes half a minute on a CPU core and
+shows that it runs.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import archs, base
+from configs.argument import parse
+from model.errors import choose
+
+LENGTHS = {"4": 64, "8": 128, "16": 256, "64": 512}  # by pairs
+EPOCH = 100_000  # examples, in the published setting
+SIZES = {
+    "smoke": dict(task=dict(vocab_size=64), steps=200, batch=32, lr=4e-3),
+    "small": dict(task=dict(vocab_size=512), steps=4000, batch=128, lr=2e-3),
+    "paper": dict(task=dict(vocab_size=8192, n_train=EPOCH), steps=64 * EPOCH // 512, batch=512, lr=1e-3),
+}
+
+
+def get_config(argument: str = "") -> ConfigDict:
+    arg = parse(argument, arch="mamba", width=64, pairs=4, size="small")
+    size = choose("size", arg.size, SIZES)
+    c = base.get_config()
+    archs.use(c, arg.arch)
+    c.model.width, c.model.layers, c.model.mlp, c.model.tied = arg.width, 2, "none", False
+    c.data.task = "mqar"
+    c.data.mqar = dict(length=choose("number of pairs", str(arg.pairs), LENGTHS), n_pairs=arg.pairs, **size["task"])
+    c.steps, c.batch_size = size["steps"], size["batch"]
+    c.eval_every = c.checkpoint_every = max(100, c.steps // 20)
+    c.target = 0.99
+    c.optim.lr = size["lr"]
+    c.optim.warmup, c.optim.weight_decay = min(200, c.steps // 6), 0.1
+    return c

@@ -14,7 +14,7 @@ from model.errors import choose
 
 SIZES = {
     "smoke": dict(task=dict(length=32, n_tokens=4), steps=300, lr=4e-3, schedule="cosine"),
-    "small": dict(task=dict(length=256, n_tokens=16), steps=6000, lr=2e-3, schedule="cosine"),
+    "small": dict(task=dict(length=256, n_tokens=16), steps=4000, lr=2e-3, schedule="cosine"),
     "paper": dict(task=dict(length=4096, n_tokens=16), steps=400_000, lr=1e-4, schedule="constant"),
 }
 

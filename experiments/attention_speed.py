@@ -23,7 +23,7 @@ SHAPES = {
     "gpu": dict(batches={8192: 2, 32_768: 1}, heads=16, head_dim=128, dtype="bfloat16"),
     "cpu": dict(batches={2048: 1}, heads=8, head_dim=64, dtype="float32"),
 }
-DENSE_BYTES = 2**34  # scores that the dense form may hold at once
+DENSE_BYTES = 2**32  # scores that the dense form may hold at once
 LEAD = {"n": "n", "case": "case"}
 
 

@@ -22,26 +22,52 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """A row per setting and contender; one that breaks down says so in its row."""
     for setting in settings:
+        ready, rows = {}, {}
         for name, enter in contenders(setting).items():
             try:
-                forward, gradient, memory = enter()
-                figures = dict(
-                    forward_ms=1e3 * timed(forward, rounds),
-                    gradient_ms=1e3 * timed(gradient, rounds),
-                    temp_mib=memory() / 2**20,
-                )
+                ready[name] = prepared(enter())
             except UserError:  # it cannot serve this setting
                 continue
             except Exception as error:  # out of memory, or a peer that cannot compile
-                figures = dict(error=f"{type(error).__name__}: {error}".splitlines()[0][:200])
-            yield setting | dict(contender=name, **figures)
+                rows[name] = dict(error=f"{type(error).__name__}: {error}".splitlines()[0][:200])
+        best = dict.fromkeys(ready, (np.inf, np.inf))
+        for _ in range(rounds):  # in turn, so that a chip that slows down slows all of them
+            for name, (calls, _) in ready.items():
+                best[name] = tuple(min(t, round_of(*call)) for t, call in zip(best[name], calls, strict=True))
+        for name, (_, temp) in ready.items():
+            rows[name] = dict(forward_ms=1e3 * best[name][0], gradient_ms=1e3 * best[name][1], temp_mib=temp / 2**20)
+        yield from (setting | dict(contender=name, **row) for name, row in rows.items())
+
+
+def prepared(contender: Contender) -> tuple[list[tuple[Callable[[], Any], int]], float]:
+    """Forward and gradient, each with the number of calls that make a round; and the bytes."""
+    forward, gradient, memory = contender
+    return [(function, calls_of(function)) for function in (forward, gradient)], memory()
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    """Enough for launching not to show."""
+    finish(function())
+    start = time.perf_counter()
+    finish(function())
+    return max(1, int(LEAST / (time.perf_counter() - start)))
+
+
+def round_of(function: Callable[[], Any], calls: int) -> float:
+    """Seconds a call, in a queue of calls."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        last = function()
+    finish(last)
+    return (time.perf_counter() - start) / calls
 
 
 def compiled(run: Callable, cotangent: Any, *args: Any) -> Contender:
-    """A function of arrays, and its gradient for all of them."""
+    """A function of arrays, and its output and gradient for all of them."""
 
     def pulled(cotangent, *args):
-        return jax.vjp(run, *args)[1](cotangent)
+        output, pull = jax.vjp(run, *args)
+        return output, pull(cotangent)
 
     forward = jax.jit(run).lower(*args).compile()
     gradient = jax.jit(pulled).lower(cotangent, *args).compile()
@@ -82,22 +108,6 @@ def cuda_torch() -> Any:
     except ImportError:
         return None
     return torch if torch.cuda.is_available() else None
-
-
-def timed(function: Callable[[], Any], rounds: int) -> float:
-    """Seconds a call: the best of some rounds, each a queue of calls long enough for launching not to show."""
-    finish(function())
-    start = time.perf_counter()
-    finish(function())
-    calls = max(1, int(LEAST / (time.perf_counter() - start)))
-    best = np.inf
-    for _ in range(rounds):
-        start = time.perf_counter()
-        for _ in range(calls):
-            last = function()
-        finish(last)
-        best = min(best, (time.perf_counter() - start) / calls)
-    return best
 
 
 def finish(result: Any) -> None:

@@ -55,4 +55,13 @@ def contenders(setting: Setting, window: int, soft_cap: float) -> dict[str, Call
     found = {"torch flex_attention": partial(compiled_torch, flex, d, wanted, q, k, v)}
     if case == "causal":
         found["torch sdpa cudnn"] = partial(compiled_torch, sdpa, d, wanted, q, k, v)
+        # As a model has them: tokens first in memory, then heads.
+        projected = [x.detach().transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
+
+        def of_projections(*tokens_first):
+            return sdpa(*(x.transpose(1, 2) for x in tokens_first)).transpose(1, 2)
+
+        found["torch sdpa cudnn, tokens first"] = partial(
+            compiled_torch, of_projections, d.transpose(1, 2).contiguous(), tuple(projected), *projected
+        )
     return found

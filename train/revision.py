@@ -8,8 +8,10 @@ import subprocess
 def revision() -> str:
     """A short commit hash, `+` appended when the tree has changes.
 
-    Outside a checkout, as in a container, it is what LONGVIEW_REVISION says, or `unknown`.
+    LONGVIEW_REVISION says it for code that was brought somewhere else, as into a container; else there it is `unknown`.
     """
+    if "LONGVIEW_REVISION" in os.environ:
+        return os.environ["LONGVIEW_REVISION"]
     root = pathlib.Path(__file__).parent.parent
 
     def git(*args: str) -> str:
@@ -19,5 +21,5 @@ def revision() -> str:
         commit = git("rev-parse", "--short=12", "HEAD").strip()
         changed = git("status", "--porcelain", "--untracked-files=no").strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("LONGVIEW_REVISION", "unknown")
+        return "unknown"
     return commit + ("+" if changed else "")

@@ -9,7 +9,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from experiments import torch_attention
 from experiments.speed import Contender, Setting, compiled
@@ -42,12 +41,12 @@ def contenders(setting: Setting) -> dict[str, Callable[[], Contender]]:
 
 
 def ours(setting: Setting, implementation: str) -> Contender:
-    rng = np.random.default_rng(0)
     shape = (setting["batch"], setting["n"], setting["heads"], setting["head_dim"])
-    q, k, v, d = (jnp.asarray(rng.normal(size=shape), setting["dtype"]) for _ in range(4))
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, k, v, d = (jax.random.normal(key, shape, setting["dtype"]) for key in keys[:4])
     slopes = jnp.asarray(alibi_slopes(setting["heads"]), jnp.float32)
     trained = {
-        "t5": [jnp.asarray(rng.normal(size=(32, setting["heads"])), jnp.float32)],
+        "t5": [jax.random.normal(keys[4], (32, setting["heads"]))],
         "sinks": [jnp.zeros(setting["heads"], jnp.float32)],
     }.get(setting["case"], [])
     options = {

@@ -74,16 +74,17 @@ def main(argv: list[str]) -> None:
     if len(argv) != 2:
         raise UserError(f"bench takes one measurement; choose from {', '.join(BENCHES)}")
     bench = choose("measurement", argv[1], BENCHES)
+    out = Path(OUT.value) if OUT.value else None
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
     rows = []
     for row, text in bench():
         print(text, flush=True)
         rows.append({"bench": argv[1], **row, **provenance()})
-    if OUT.value:
-        out = Path(OUT.value)
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
-        if argv[1] in CONTESTS:
-            out.with_suffix(".md").write_text(speed.table(rows, CONTESTS[argv[1]].LEAD))
+        if out:  # row by row: what is measured stays, whatever happens to the next
+            out.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
+            if argv[1] in CONTESTS:
+                out.with_suffix(".md").write_text(speed.table(rows, CONTESTS[argv[1]].LEAD))
 
 
 def provenance() -> dict[str, str]:

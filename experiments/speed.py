@@ -82,9 +82,8 @@ def compiled_torch(run: Callable, cotangent: Any, wanted: tuple, *args: Any) -> 
     """The same of torch's tensors, `wanted` being those that a gradient is asked for."""
     torch = cuda_torch()
 
-    def forward():
-        with torch.no_grad():
-            return run(*args)
+    def forward():  # as in training: another mode would be compiled anew
+        return run(*args)
 
     def gradient():
         return torch.autograd.grad(run(*args), wanted, cotangent)

@@ -6,10 +6,10 @@ import tempfile
 import numpy as np
 import pytest
 
+from tests.flags import FAST
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Tests compile far more than they compute: without LLVM's optimisations they take a third of the time.
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-os.environ["XLA_FLAGS"] = FLAGS + os.environ.get("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {FAST} " + os.environ.get("XLA_FLAGS", "")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "longview-test-cache"))
 os.environ.setdefault("PJRT_NPROC", "64")  # as in train.cli.widen_thread_pool
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from model.errors import UserError
+from tests.flags import FAST
 from train import checkpoint
 from train.checkpoint import MANIFEST, Checkpoints
 
@@ -346,7 +347,7 @@ def test_kill_at_any_moment_leaves_the_newest_committed_step_whole(tmp_path):
     while kills < 6 or (kills < 30 and not (newest > 3 and rubble)):
         kills += 1
         # Compiled as here: other optimisations make other bits.
-        child = start(SAVE_FOREVER, tmp_path, XLA_FLAGS="--xla_backend_optimization_level=0")
+        child = start(SAVE_FOREVER, tmp_path, XLA_FLAGS=FAST)
         try:
             assert said(child, "resumed") == newest
             time.sleep(rng.uniform(0.05, 0.6))

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.flags import FAST
+
 ROOT = Path(__file__).parent.parent
 CONFIG = "--config=configs/debug.py"
 
 
 def run(*words: str, timeout: int = 120, **env: str) -> subprocess.CompletedProcess:
-    environment = dict(os.environ, XLA_FLAGS="--xla_backend_optimization_level=0", **env)
+    environment = dict(os.environ, XLA_FLAGS=FAST, **env)
     return subprocess.run(
         [sys.executable, "-m", *words],
         cwd=ROOT,

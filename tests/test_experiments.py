@@ -16,6 +16,7 @@ from experiments.layout import sheet
 from experiments.runs import Run, names, read_value, short_keys, with_argument
 from experiments.tables import TABLES, choose_scale, layout
 from model.errors import UserError
+from tests.flags import FAST
 from tests.test_report import row
 
 ROOT = Path(__file__).parent.parent
@@ -24,7 +25,7 @@ DEBUG = "configs/debug.py"
 
 def start(module: str, *arguments: str, **options) -> subprocess.Popen:
     """A command as a user types it, on the plain CPU rather than the tests' forced devices."""
-    env = {**os.environ, "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    env = {**os.environ, "XLA_FLAGS": FAST}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
     return subprocess.Popen([sys.executable, "-m", module, *arguments], cwd=ROOT, env=env, **pipes)
 

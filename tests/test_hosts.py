@@ -7,13 +7,14 @@ import sys
 
 import pytest
 
+from tests.flags import FAST
 from train.log import read
 
 
 def launch(workdir, process: int | None, port: int) -> subprocess.Popen:
     flags = ["--config.steps=6", "--config.eval_every=3", "--config.checkpoint_every=3", "--config.model.width=16"]
     devices = f"--xla_force_host_platform_device_count={2 if process is None else 1}"
-    environment = dict(os.environ, XLA_FLAGS=f"{devices} --xla_backend_optimization_level=0")
+    environment = dict(os.environ, XLA_FLAGS=f"{devices} {FAST}")
     if process is not None:
         flags.append("--distributed")
         environment |= dict(

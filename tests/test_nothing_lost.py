@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+from tests.flags import FAST
 from train.checkpoint import steps
 from train.log import read
 from train.workdir import read_json
@@ -18,7 +19,7 @@ def start(workdir) -> subprocess.Popen:
     command = [sys.executable, "-m", "train", "--config=configs/debug.py", f"--workdir={workdir}"]
     settings = dict(steps=STEPS, checkpoint_every=2, eval_every=25, eval_batches=1, **{"model.width": 16})
     overrides = [f"--config.{key}={value}" for key, value in settings.items()]
-    environment = dict(os.environ, XLA_FLAGS="--xla_backend_optimization_level=0")  # one device, as on a laptop
+    environment = dict(os.environ, XLA_FLAGS=FAST)  # one device, as on a laptop
     return subprocess.Popen(
         [*command, *overrides], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

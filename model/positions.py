@@ -17,6 +17,8 @@ class Sinusoidal(Position):
     """Fixed sines and cosines added to the embeddings (https://arxiv.org/abs/1706.03762), interleaved."""
 
     theta: float = 10_000.0
+    # As large as embeddings begin. The paper's waves are of size 1, and so are its embeddings, times sqrt(width).
+    amplitude: float = 0.02
 
     relative: ClassVar[bool] = False
 
@@ -24,7 +26,7 @@ class Sinusoidal(Position):
         D = x.shape[-1]
         angle = angles(positions, inverse_frequencies(D + D % 2, self.theta), self.dtype)
         waves = jnp.stack([jnp.sin(angle), jnp.cos(angle)], axis=-1).reshape(*angle.shape[:-1], -1)
-        return x + waves[..., :D].astype(x.dtype)
+        return x + (self.amplitude * waves[..., :D]).astype(x.dtype)
 
 
 class Learned(Position):

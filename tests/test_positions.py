@@ -14,7 +14,7 @@ from tests.places import BIASES, HEADS, ROPES, at, embed, named, queries, random
 
 @pytest.mark.quick
 def test_sinusoid_numbers():
-    waves = embed(Sinusoidal(), np.zeros((1, 2, 4), np.float32), at(0, 1))
+    waves = embed(Sinusoidal(amplitude=1.0), np.zeros((1, 2, 4), np.float32), at(0, 1))
     np.testing.assert_allclose(waves[0], [[0, 1, 0, 1], [0.84147, 0.54030, 0.01, 0.99995]], atol=1e-5)
 
 
@@ -23,7 +23,7 @@ def test_sinusoids_turn_with_the_offset():
     D, k = 8, 7
     speeds = inverse_frequencies(D, 10_000.0)
     start, moved = (
-        np.asarray(embed(Sinusoidal(), np.zeros((1, 3, D), np.float32), at(*p)))[0]
+        np.asarray(embed(Sinusoidal(amplitude=1.0), np.zeros((1, 3, D), np.float32), at(*p)))[0]
         for p in ((3, 103, 1003), (3 + k, 103 + k, 1003 + k))
     )
     # Inner products are a function of the offset alone ...

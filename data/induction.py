@@ -42,6 +42,10 @@ class Induction(Task):
         }
 
     @property
+    def tail(self) -> int:
+        return 1
+
+    @property
     def attributes(self) -> dict[str, tuple[str, ...]]:
         return {"distance": bins.labels(self.length - 1)}  # between the two triggers
 

@@ -83,6 +83,10 @@ class Mqar(Task):
         return out
 
     @property
+    def tail(self) -> int:
+        return self.length - 2 * (self.min_pairs or self.n_pairs)
+
+    @property
     def attributes(self) -> dict[str, tuple[str, ...]]:
         out: dict[str, Any] = {"distance": bins.labels(self.length - 1)}  # from a pair's key to its query
         if self.min_pairs:

@@ -46,6 +46,10 @@ class SelectiveCopying(Task):
         }
 
     @property
+    def tail(self) -> int:
+        return self.n_tokens
+
+    @property
     def attributes(self) -> dict[str, tuple[str, ...]]:
         return {"place": tuple(str(q + 1) for q in range(self.n_tokens))}  # in the output
 

@@ -43,6 +43,11 @@ class Task:
         """Raises UserError if the fields do not go together."""
         raise NotImplementedError
 
+    @property
+    def tail(self) -> int:
+        """Tokens of a row from the first one where any example may ask to the last; 0: there is no such place."""
+        return 0
+
     def sizes(self) -> dict[str, int | None]:
         """Examples per split; None: an endless stream of fresh ones."""
         return dict.fromkeys(SPLITS)

@@ -1,7 +1,7 @@
 """The whole model: tokens -> embedding -> stack -> logits over the vocabulary or over classes."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -12,7 +12,7 @@ from model.contract import Context, State, wide
 from model.documents import Reading, document_positions, open_reading
 from model.layers import dense, norm
 from model.positions import Position
-from model.stack import Stack
+from model.stack import Stack, mixer_of
 
 
 class SequenceModel(nn.Module):
@@ -28,6 +28,13 @@ class SequenceModel(nn.Module):
     tied: bool = True
     dropout: float = 0.0
     dtype: Any = jnp.float32
+
+    shortest_prompt: ClassVar[int] = 1  # tokens from which it can go on
+
+    @property
+    def causal(self) -> bool:
+        """Whether no layer sees what comes later, so that the model can generate."""
+        return all(mixer_of(block).causal for block in self.stack(parent=None).blocks)
 
     @nn.compact
     def __call__(
@@ -95,6 +102,10 @@ class SequenceModel(nn.Module):
             positions = reading.count[:, None] + jnp.arange(L, dtype=jnp.int32)
             return positions, Reading(segment=jnp.ones(B, jnp.int32), count=reading.count + L)
         return document_positions(segments, open_reading(B) if state is None else state["reading"])
+
+    def limit(self) -> int | None:
+        """The number of positions that it can place; None: any."""
+        return self.position(parent=None).limit()
 
     def init_state(self, batch: int, max_len: int) -> State:
         """An empty past of every layer, for generation."""

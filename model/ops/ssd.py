@@ -18,7 +18,8 @@ from model.errors import choose
 Array = jax.Array
 
 FORGET = -1e30  # a log decay that leaves nothing; finite, as 0 times -inf would be NaN
-FINE = 8  # tokens whose sums are taken pair by pair; chunks are multiples of it
+STRONGEST = -64.0  # a token's log decay: what e^-64 leaves is lost beside anything
+STEP = 2.0**-10  # float32 adds up multiples of it exactly, over 256 tokens of the strongest decay
 GROUP = 32  # chunks whose states are carried on by one product
 
 
@@ -61,24 +62,35 @@ def spans(a: Array) -> Array:
     return jnp.where(edge[:, None] >= edge, sums, -jnp.inf)
 
 
-def log_decays(a: Array) -> tuple[Array, Array, Array, Array]:
-    """Log decay of a chunk, `a: [..., Q]`: token to token `[..., Q, Q]`, start to token, token to end, start to end.
+def sums(a: Array, seen: Array) -> Array:
+    """For each token the sum of the others that it has seen, `[..., Q]`; a product, as scans are slow to compile."""
+    return jnp.einsum("...k,ik->...i", a, seen.astype(a.dtype), precision=lax.Precision.HIGHEST)
 
-    A stretch across fine blocks is the rest of one, the whole ones between and the beginning of another, so all of
-    them are sums of terms of one sign, and only those inside fine blocks and between whole ones are held.
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def gaps(a: Array, dtype: Any) -> Array:
+    """The sum of log decays after token j up to token i, at [i, j] of `[..., Q, Q]`, meaningless for j > i.
+
+    By differences of running sums: those of multiples of STEP are exact, and those of the rest are small.
     """
-    *lead, Q = a.shape
-    n = Q // FINE
-    fine = spans(a.reshape(*lead, n, FINE))
-    whole = spans(fine[..., -1, 0])
-    begin, rest, inside = fine[..., 1:, 0], fine[..., -1, 1:], fine[..., 1:, 1:]
-    across = begin[..., None] + whole[..., :-1, None, 1:]  # [..., block, token, earlier block]
-    across = across[..., None] + rest[..., None, None, :, :]
-    same = jnp.eye(n, dtype=bool)[:, None, :, None]
-    pairs = jnp.where(same, inside[..., None, :], across).reshape(*lead, Q, Q)
-    start = (whole[..., :-1, 0, None] + begin).reshape(*lead, Q)
-    end = (whole[..., -1, 1:, None] + rest).reshape(*lead, Q)
-    return pairs, start, end, whole[..., -1, 0]
+    coarse = jnp.round(a / STEP) * STEP
+    whole, rest = (sums(part, jnp.tri(a.shape[-1])) for part in (coarse, a - coarse))
+    return (whole[..., :, None] - whole[..., None, :]) + (rest[..., :, None] - rest[..., None, :])
+
+
+def gaps_forward(a, dtype):
+    return gaps(a, dtype), None
+
+
+def gaps_backward(dtype, _, g):
+    """Token k is in the gaps from before it to it or later; here no differences are taken, which would lose them."""
+    order = jnp.tri(g.shape[-1], k=-1, dtype=dtype)  # [k, j]: j before k
+    precision = lax.Precision.HIGHEST if dtype == g.dtype else None
+    from_before = jnp.einsum("...ij,kj->...ik", g.astype(dtype), order, precision=precision)
+    return (jnp.sum(jnp.tril(from_before.astype(g.dtype)), axis=-2),)
+
+
+gaps.defvjp(gaps_forward, gaps_backward)
 
 
 def carry(t: Array, v: Array, h0: Array) -> tuple[Array, Array]:
@@ -98,8 +110,10 @@ def carry(t: Array, v: Array, h0: Array) -> tuple[Array, Array]:
     return h[:, :, :-1].reshape(B, -1, X, Y)[:, :M], last if several else h[:, 0, -1]
 
 
-def sequential(x: Array, a: Array, B: Array, C: Array, h0: Array, chunk: int) -> tuple[Array, Array]:
+def sequential(x: Array, a: Array, B: Array, C: Array, h0: Array, opens: Array | None, chunk: int):
     """One token after another: the definition."""
+    if opens is not None:
+        a = jnp.where(opens[..., None, None], FORGET, a)
 
     def step(h, token):
         x, a, B, C = token
@@ -111,27 +125,35 @@ def sequential(x: Array, a: Array, B: Array, C: Array, h0: Array, chunk: int) ->
     return jnp.swapaxes(y, 0, 1).astype(x.dtype), h
 
 
-@partial(jax.checkpoint, static_argnums=5)
-def chunked(x: Array, a: Array, B: Array, C: Array, h0: Array, chunk: int) -> tuple[Array, Array]:
+@partial(jax.checkpoint, static_argnums=6)
+def chunked(x: Array, a: Array, B: Array, C: Array, h0: Array, opens: Array | None, chunk: int):
     """Products within chunks, and states carried from chunk to chunk. Only the inputs are kept for the gradient."""
     L, f = x.shape[1], a.dtype
-    size = -(-min(chunk, L) // FINE) * FINE
-    x, a, B, C = (cut(leaf, size) for leaf in (x, a, B, C))
-    pairs, start, end, total = log_decays(jnp.moveaxis(a, 2, -1))  # [B, M, G, R, ...]
+    Q = min(chunk, L)
+    x, a, B, C = (cut(leaf, Q) for leaf in (x, a, B, C))  # filled with a = 0, x = 0, which leaves a state as it was
+    a = jnp.moveaxis(a, 2, -1)  # [B, M, G, R, Q]
+    order = jnp.tri(Q, dtype=bool)  # [i, j]: token j is not after token i
+    to_token, to_end = sums(a, order), sums(a, ~order)
+    if opens is not None:
+        documents = jnp.cumsum(cut(opens, Q), axis=-1)[:, :, None, None]  # begun in the chunk so far, [B, M, 1, 1, Q]
+        order = order & (documents[..., None] == documents[..., None, :])
+        to_token = jnp.where(documents == 0, to_token, FORGET)
+        to_end = jnp.where(documents == documents[..., -1:], to_end, FORGET)
 
     scores = contract("bmign,bmjgn->bmgij", C, B, f)
-    weights = (scores[:, :, :, None] * jnp.exp(pairs)).astype(x.dtype)
-    y = contract("bmgrij,bmjgrp->bmigrp", weights, x, x.dtype)
+    weights = scores[:, :, :, None] * jnp.exp(jnp.where(order, gaps(a, x.dtype), FORGET))
+    y = contract("bmgrij,bmjgrp->bmigrp", weights.astype(x.dtype), x, x.dtype)
 
     def per_token(log_decay):  # [B, M, G, R, Q] -> [B, M, Q, G, R, 1]
         return jnp.exp(jnp.moveaxis(log_decay, -1, 2))[..., None]
 
-    added = contract("bmjgrp,bmjgn->bmgrpn", (x * per_token(end)).astype(x.dtype), B, f)
+    added = contract("bmjgrp,bmjgn->bmgrpn", (x * per_token(to_end)).astype(x.dtype), B, f)
+    total = to_token[..., -1]
     b, m, g, r, p, n = added.shape
     before, h = carry(total.reshape(b, m, g * r), added.reshape(b, m, g * r, p * n), h0.reshape(b, g * r, p * n))
     before = before.reshape(added.shape).astype(x.dtype)
-    y = y + contract("bmign,bmgrpn->bmigrp", C, before, x.dtype) * per_token(start)
-    return y.astype(x.dtype).reshape(b, m * size, g, r, p)[:, :L], h.reshape(h0.shape)
+    y = y + contract("bmign,bmgrpn->bmigrp", C, before, x.dtype) * per_token(to_token)
+    return y.astype(x.dtype).reshape(b, m * Q, g, r, p)[:, :L], h.reshape(h0.shape)
 
 
 IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked}
@@ -159,13 +181,12 @@ def ssd(
     if implementation is None:
         implementation = "sequential" if x.shape[1] == 1 else "chunked"
     run = choose("ssd implementation", implementation, IMPLEMENTATIONS)
-    a = jnp.maximum(dt * A, FORGET)
-    if keep is not None:
-        a = jnp.where(keep[..., None], a, FORGET)
+    a = jnp.maximum(dt * A, STRONGEST)
     u = (dt[..., None] * x).astype(x.dtype)
 
     def grouped(leaf, axis):
         return leaf.reshape(*leaf.shape[:axis], *heads, *leaf.shape[axis + 1 :])
 
-    y, h = run(grouped(u, 2), grouped(a, 2), B.astype(x.dtype), C.astype(x.dtype), grouped(h0, 1), chunk)
+    opens = None if keep is None else ~keep.astype(bool)
+    y, h = run(grouped(u, 2), grouped(a, 2), B.astype(x.dtype), C.astype(x.dtype), grouped(h0, 1), opens, chunk)
     return y.reshape(x.shape), h.reshape(h0.shape)

@@ -229,14 +229,17 @@ def selective_scan(
     h0: [B, E, N]; keep: [B, L], 0 where the past is forgotten. A step with dt = 0 leaves the state as it was.
     """
 
+    # Products, not broadcasts: their gradients are then products too, which a CPU adds up five times as fast.
+    einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
     def expand(inputs, A):
-        a = jnp.exp(inputs["dt"][..., None] * A)
+        a = jnp.exp(einsum("lbe,en->lben", inputs["dt"], A))
         if keep is not None:
             a = a * inputs["keep"][..., None, None]
-        return a, (inputs["dt"] * inputs["x"])[..., None] * inputs["B"][..., None, :]
+        return a, einsum("lbe,lbn->lben", inputs["dt"] * inputs["x"], inputs["B"])
 
     def contract(h, inputs, A):
-        return jnp.einsum("lben,lbn->lbe", h, inputs["C"])
+        return einsum("lben,lbn->lbe", h, inputs["C"])
 
     inputs = dict(x=x, dt=dt, B=B, C=C)
     if keep is not None:

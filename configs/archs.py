@@ -22,6 +22,8 @@ ARCHS = {
     "rwkv6": dict(mixers=("rwkv6",), rwkv6=dict(mix_rank=8, decay_rank=16)),
     "lstm": dict(mixers=("lstm",), mlp="none"),  # gated recurrence, one token after another
     "gru": dict(mixers=("gru",), mlp="none"),  # gated recurrence with three gates instead of four
+    # An encoder and a decoder that looks back (arXiv:1409.0473), for tasks that ask at the end of their rows.
+    "seq2seq": dict(kind="seq2seq", mixers=()),
     "hybrid": dict(mixers=("mamba", "attention")),  # alternating, positions from the recurrence alone
     # Jamba (arXiv:2403.19887): one attention layer in eight, the fifth, without positions.
     "jamba": dict(mixers=("mamba",) * 4 + ("attention",) + ("mamba",) * 3),

@@ -40,6 +40,9 @@ def get_config() -> ConfigDict:
     )
 
     c.model = ConfigDict()
+    # stack: layers of mixers. seq2seq: a GRU reads, another writes and looks back; without mixers or positions, it has
+    # of this section the width (half for each direction of the reader), the dropout and the dtype.
+    c.model.kind = "stack"
     c.model.width = 64
     c.model.layers = 2
     c.model.mixers = ("attention",)  # cycled over the layers

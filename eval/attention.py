@@ -21,8 +21,8 @@ from eval.continuation import encode
 from eval.maps import SCORES, effective_rank, equal_weights, scores, seen
 from eval.report import provenance, write
 from eval.restore import Restored
+from model.build import Model
 from model.errors import UserError
-from model.heads import SequenceModel
 from model.mixers import MIXERS
 
 LIMIT = 2048  # tokens: a layer's maps hold heads x tokens x tokens numbers
@@ -92,21 +92,20 @@ def check(restored: Restored, tokens: np.ndarray, segments: np.ndarray | None) -
     """Refuses, before anything is compiled, a model without attention."""
     shapes = jax.eval_shape(partial(inside, restored.run.model), restored.params, tokens, segments)
     if not any("weights" in layer for layer in shapes):
-        has = ", ".join(dict.fromkeys(restored.run.config.model.mixers))
+        c = restored.run.config.model
+        has = ", ".join(dict.fromkeys(c.mixers)) or f"none in a {c.kind}"
         allowed = ", ".join(name for name, mixer in MIXERS.items() if hasattr(mixer, "softmax"))
         raise UserError(f"this model's mixers, {has}, have no attention maps; allowed: a run with {allowed} in a layer")
 
 
 @partial(jax.jit, static_argnames="model")
-def inside(
-    model: SequenceModel, params: Any, tokens: jax.Array, segments: jax.Array | None
-) -> list[dict[str, jax.Array]]:
+def inside(model: Model, params: Any, tokens: jax.Array, segments: jax.Array | None) -> list[dict[str, jax.Array]]:
     """The output `[B, L, D]` of each layer, and of softmax attention the weights `[B, H, L, L]`, from layer 0 on."""
     _, kept = model.apply({"params": params}, tokens, segments=segments, mutable=["maps"])
     return [
         {"output": block["output"][0].astype(jnp.float32)}
         | {name: sown[0] for name, sown in block.get("mixer", {}).items() if name == "weights"}
-        for block in in_order(kept["maps"]["stack"])
+        for block in in_order(kept["maps"].get("stack", {}))
     ]
 
 

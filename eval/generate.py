@@ -9,17 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from eval.sample import Sampling, sample
+from model.build import Model
 from model.contract import State
 from model.errors import UserError
-from model.heads import SequenceModel
-from model.stack import mixer_of
 
 # Tokens per dispatch. On a CPU 16 made a small model 3 to 6 times as fast as 1; 64 gave little more.
 BLOCK = 16
 
 
 def generate(
-    model: SequenceModel,
+    model: Model,
     params: Any,
     prompt: np.ndarray,
     n: int,
@@ -37,15 +36,18 @@ def generate(
     return blocks(model, params, prompt, n, sampling, key, segments, block)
 
 
-def check(model: SequenceModel, prompt: int, n: int) -> None:
+def check(model: Model, prompt: int, n: int) -> None:
     """Refuses, before anything is compiled, what this model cannot go on from or to."""
     if model.n_classes:
         raise UserError(f"a classifier of {model.n_classes} classes cannot generate; train a language model")
-    if not all(mixer_of(block).causal for block in model.stack(parent=None).blocks):
+    if not model.causal:
         raise UserError("a bidirectional model cannot generate; train with model.causal=True")
-    if prompt < 1 or n < 1:
-        raise UserError(f"{prompt} prompt tokens and {n} new ones; allowed: at least 1 of each")
-    limit = model.position(parent=None).limit()
+    if prompt < model.shortest_prompt or n < 1:
+        raise UserError(
+            f"{prompt} prompt tokens and {n} new ones; allowed: at least {model.shortest_prompt} of the prompt and at "
+            f"least 1 new; closest: {max(prompt, model.shortest_prompt)} and {max(n, 1)}"
+        )
+    limit = model.limit()
     if limit is not None and prompt + n > limit:
         raise UserError(
             f"{prompt} prompt tokens and {n} new ones are past the {limit} positions that this model can "
@@ -65,7 +67,7 @@ def pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def blocks(
-    model: SequenceModel,
+    model: Model,
     params: Any,
     prompt: np.ndarray,
     n: int,
@@ -87,7 +89,7 @@ def blocks(
 
 @partial(jax.jit, static_argnames=("model", "sampling", "max_len"))
 def prefill(
-    model: SequenceModel,
+    model: Model,
     sampling: Sampling,
     max_len: int,
     params: Any,
@@ -105,7 +107,7 @@ def prefill(
 
 @partial(jax.jit, static_argnames=("model", "sampling", "block"), donate_argnames="state")
 def decode(
-    model: SequenceModel,
+    model: Model,
     sampling: Sampling,
     block: int,
     params: Any,

@@ -14,7 +14,10 @@ from model.heads import SequenceModel
 from model.layers import ACTIVATIONS, NORMS, mlp_width
 from model.mixers import MIXERS
 from model.positions import POSITIONS, Position
+from model.seq2seq import Seq2Seq
 from model.stack import Stack
+
+Model = SequenceModel | Seq2Seq
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float64": jnp.float64}
 
@@ -26,11 +29,19 @@ def sections(mixers: tuple[str, ...], position: str) -> dict[str, dict[str, Any]
     return found | ({position: own} if own else {})
 
 
-def build(config: Mapping[str, Any], vocab_size: int, n_classes: int = 0) -> SequenceModel:
-    """The model that a config's model section describes, for a task's vocabulary and classes."""
-    c = config
+def build(config: Mapping[str, Any], vocab_size: int, n_classes: int = 0, tail: int = 0) -> Model:
+    """The model that a config's model section describes, for what a task has: its vocabulary, classes and tail."""
+    kind = choose("model kind", config["kind"], KINDS)
+    if not 0 <= config["dropout"] < 1:
+        raise UserError(f"model.dropout {config['dropout']} must be at least 0 and below 1")
+    choose("dtype", config["dtype"], DTYPES)
+    return kind(config, vocab_size, n_classes, tail)
+
+
+def stack(c: Mapping[str, Any], vocab_size: int, n_classes: int, tail: int) -> SequenceModel:
+    """Layers of mixers. Wherever a task asks, they answer."""
     check(c, n_classes)
-    dtype = choose("dtype", c["dtype"], DTYPES)
+    dtype = DTYPES[c["dtype"]]
     position = partial(POSITIONS[c["position"]], **c.get(c["position"], {}))
 
     def block(name: str):
@@ -48,7 +59,7 @@ def build(config: Mapping[str, Any], vocab_size: int, n_classes: int = 0) -> Seq
             dtype=dtype,
         )
 
-    stack = partial(
+    layers = partial(
         Stack,
         blocks=tuple(block(m) for m in c["mixers"]),
         layers=c["layers"],
@@ -58,7 +69,7 @@ def build(config: Mapping[str, Any], vocab_size: int, n_classes: int = 0) -> Seq
     return SequenceModel(
         vocab_size=vocab_size,
         width=c["width"],
-        stack=stack,
+        stack=layers,
         position=position,
         n_classes=n_classes,
         pool=c["pool"],
@@ -69,8 +80,30 @@ def build(config: Mapping[str, Any], vocab_size: int, n_classes: int = 0) -> Seq
     )
 
 
+def seq2seq(c: Mapping[str, Any], vocab_size: int, n_classes: int, tail: int) -> Seq2Seq:
+    """A reader of what comes before a row's tail, and a writer of the tail."""
+    if c["mixers"] or c["position"] != "none":
+        raise UserError(
+            f"model.kind 'seq2seq' takes no mixers and no position, and was given {tuple(c['mixers'])} and "
+            f"{c['position']!r}; closest: arch=seq2seq"
+        )
+    if not tail:
+        asks = f"for one of {n_classes} classes" if n_classes else "at every token"
+        raise UserError(
+            f"model.kind 'seq2seq' answers at the end of a row, and this task asks {asks}; allowed: tasks that ask at "
+            f"the end, such as selective_copying; closest: arch=gru"
+        )
+    if c["width"] < 2:
+        raise UserError(f"model.width {c['width']} must be at least 2: one for each direction of the reader")
+    # Half for each direction, so that an annotation, which holds both, has the width of a stack's vectors.
+    return Seq2Seq(vocab_size, c["width"] // 2, tail, c["dropout"], DTYPES[c["dtype"]])
+
+
+KINDS = {"stack": stack, "seq2seq": seq2seq}
+
+
 def check(c: Mapping[str, Any], n_classes: int) -> None:
-    """Refuses what cannot work, by name."""
+    """Refuses what cannot work in a stack, by name."""
     for key in ("width", "layers"):
         if c[key] < 1:
             raise UserError(f"model.{key} {c[key]} must be at least 1")
@@ -82,8 +115,6 @@ def check(c: Mapping[str, Any], n_classes: int) -> None:
     choose("norm order", c["norm_order"], {"pre", "post"})
     choose("mlp", c["mlp"], ACTIVATIONS)
     choose("pool", c["pool"], {"mean", "cls", "last"})
-    if not 0 <= c["dropout"] < 1:
-        raise UserError(f"model.dropout {c['dropout']} must be at least 0 and below 1")
     if position.needs_attention and not any(hasattr(m, "softmax") for m in mixers):
         free = ", ".join(name for name, p in POSITIONS.items() if not p.needs_attention)
         raise UserError(

@@ -3,7 +3,7 @@
 Shape letters besides those of the contract: S tokens of the source, T of the target.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -99,8 +99,10 @@ class Seq2Seq(nn.Module):
     """A GRU that reads a source both ways, and one that writes a target and looks back at every step.
 
     It is called as a `SequenceModel` is. A row of token ids is a source and behind it a target, each of whose tokens
-    is read and answered by the logits of the next: teacher forcing. To generate, the first call with a state brings a
-    source and one token to begin with; those after it go on with the target by any number of tokens.
+    is read and answered by the logits of the next: teacher forcing, where the row holds the answers. In our tasks it
+    does not: at the places asked it holds markers or keys, the same for every model, in training and in tests. To
+    generate, the first call with a state brings a source and one token to begin with; those after it go on with the
+    target by any number of tokens.
     """
 
     vocab_size: int
@@ -108,6 +110,10 @@ class Seq2Seq(nn.Module):
     target: int  # T, tokens at the end of each row
     dropout: float = 0.0  # of embeddings
     dtype: Any = jnp.float32
+
+    n_classes: ClassVar[int] = 0  # it is no classifier
+    causal: ClassVar[bool] = True  # no token of the target sees a later one
+    shortest_prompt: ClassVar[int] = 2  # a source and a token to begin with
 
     @nn.compact
     def __call__(
@@ -120,7 +126,7 @@ class Seq2Seq(nn.Module):
     ) -> tuple[jax.Array, State]:
         """Logits `[B, T, V]` of the target, or `[B, Q, V]` at the row's positions `at`; and the state.
 
-        The source is not predicted: asked there, the model answers NaN.
+        The source is not predicted: asked there, the model finds every token as likely.
         """
         real = jnp.ones(tokens.shape, jnp.int32) if segments is None else (segments > 0).astype(jnp.int32)
         init = nn.with_logical_partitioning(nn.initializers.normal(1.0), ("vocab", "embed"))
@@ -133,6 +139,7 @@ class Seq2Seq(nn.Module):
             name="embed",
         )
         y = nn.Dropout(self.dropout, name="embed_dropout")(embed(tokens), deterministic=not train)
+        y = nn.with_logical_constraint(y, ("batch", None, None))  # whole rows: the loops go along them
         if state:
             source, s = state["source"], state["s"]
         else:
@@ -183,7 +190,11 @@ class Seq2Seq(nn.Module):
             x = jnp.take_along_axis(x, jnp.maximum(at, 0)[..., None], axis=1)
         x = dense((self.width, 2), ("embed", "mlp", None), self.dtype, "readout")(x).max(-1)
         logits = dense(self.vocab_size, ("embed", "vocab"), self.dtype, "unembed")(x).astype(wide(self.dtype))
-        return logits if at is None else jnp.where(at[..., None] >= 0, logits, jnp.nan)
+        return logits if at is None else jnp.where(at[..., None] >= 0, logits, 0)
+
+    def limit(self) -> None:
+        """None: its target goes on for ever."""
+        return None
 
     def init_state(self, batch: int, max_len: int) -> State:
         """Nothing read: a state takes its size from the source, which the first call brings."""

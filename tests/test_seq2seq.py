@@ -1,4 +1,6 @@
-"""Sequence to sequence: the step's formula, padding, a state that is carried, and a copy that is learned by looking."""
+"""Sequence to sequence: the step's formula, padding, a carried state, a copy learned by looking, runs from configs."""
+
+from functools import partial
 
 import flax.linen as nn
 import jax
@@ -7,11 +9,20 @@ import numpy as np
 import optax
 import pytest
 
+import data
+from data import pipeline
+from eval.attention import attention
+from eval.continuation import continuation
 from eval.generate import decode, pad, prefill
+from eval.restore import restore
 from eval.sample import Sampling
 from model.errors import UserError
 from model.seq2seq import Decoder, Seq2Seq, Source, attending_gru, cut
-from train.step import init_state, train_step
+from train import config as configs
+from train.log import read
+from train.loop import train, validate
+from train.run import at_length, prepare
+from train.step import forward, init_state, train_step
 
 V, D, S, T = 10, 16, 6, 4
 MODEL = Seq2Seq(V, D, T)
@@ -106,7 +117,7 @@ def test_asked_at_positions_of_the_row(variables):
     at = jnp.tile(jnp.asarray([S + 2, S, S - 1]), (3, 1))
     some, _ = apply(variables, ROWS, at=at)
     np.testing.assert_allclose(some[:, :2], whole[:, [2, 0]], atol=1e-6)
-    assert np.isnan(some[:, 2]).all()
+    np.testing.assert_array_equal(some[:, 2], 0)
 
 
 @pytest.mark.parametrize("lengths", [[3], [1, 1, 1], [2, 1]])
@@ -204,3 +215,112 @@ def test_dropout_is_for_training(variables):
     )
     np.testing.assert_allclose(calm, apply(variables, ROWS)[0], atol=1e-6)
     assert np.abs(loud - calm).max() > 1e-2
+
+
+# --- from a config ---
+
+TASKS = {
+    "selective_copying": dict(length=10, n_tokens=3, vocab_size=V),
+    "induction": dict(length=10, vocab_size=V),
+    "mqar": dict(length=12, n_pairs=2, vocab_size=V),
+    "mqar of 1 to 3 pairs": dict(length=12, n_pairs=3, min_pairs=1, vocab_size=V),
+}
+
+
+def task_of(name: str) -> data.Task:
+    return data.build(name.split()[0], TASKS[name])
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_place_asked_is_in_the_tail_and_some_at_its_beginning(name):
+    task = task_of(name)
+    batch = pipeline.batch_at(task, 0, "train", 512, 0)
+    assert batch["at"][batch["weights"] > 0].min() == task.length - task.tail
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_an_answer_is_blind_to_what_it_is_scored_by_and_to_later_tokens(variables, name):
+    """Over all answers that could have been right, from the one asked on, the chances that it gives sum to one."""
+    task = task_of(name)
+    model, batch = Seq2Seq(V, D, task.tail), pipeline.batch_at(task, 0, "train", 1, 0)
+
+    def chance(token, q, inputs):
+        """Of `token` at place q, if it were the target there and at all places that follow."""
+        place = jnp.arange(batch["at"].shape[1])[None]
+        targets, weights = jnp.where(place < q, batch["targets"], token), (place == q).astype(jnp.float32)
+        _, sums = forward(model, variables["params"], dict(batch, inputs=inputs, targets=targets, weights=weights))
+        return jnp.exp(-sums["loss"][0])
+
+    chances = partial(jax.jit(jax.vmap(chance, (0, None, None))), jnp.arange(V))
+    for q in np.flatnonzero(batch["weights"][0]):
+        found = chances(q, batch["inputs"])
+        np.testing.assert_allclose(found.sum(), 1, atol=1e-5)
+        other, behind = (batch["inputs"] + 1) % V, np.arange(task.length) > batch["at"][0, q]
+        np.testing.assert_array_equal(chances(q, np.where(behind, other, batch["inputs"])), found)
+        assert np.abs(chances(q, np.where(behind, batch["inputs"], other)) - found).max() > 1e-3
+
+
+COPYING = "configs/selective_copying.py:arch=seq2seq,size=smoke"
+SHORT = dict(length=8, n_tokens=2, vocab_size=6)
+OVERRIDES = {"steps": 60, "batch_size": 32, "eval_batches": 1, "log_every": 1, "model.width": 32}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a small run, and its result row."""
+    folder = tmp_path_factory.mktemp("seq2seq")
+    overrides = OVERRIDES | {f"data.selective_copying.{key}": value for key, value in SHORT.items()}
+    config = configs.load(COPYING, [(key, str(value)) for key, value in overrides.items()])
+    return str(folder), train(config, str(folder))
+
+
+def test_a_run_from_a_config_learns(trained):
+    folder, row = trained
+    losses = [line["loss"] for line in read(f"{folder}/metrics.jsonl") if "loss" in line]
+    assert len(losses) == 60 and losses[0] > 1.2 and np.mean(losses[-5:]) < 0.5 * losses[0]
+    assert row["metrics"]["test/accuracy"] > 2 * row["baselines"]["chance"]
+    restored = restore(folder, "latest")
+    assert row["params"] == sum(x.size for x in jax.tree.leaves(restored.params))
+    assert row["kind"] == "seq2seq" and row["mixers"] == []
+    source = np.zeros((1, 8 - 2 + 1), np.int32)
+    state = jax.eval_shape(restored.run.model.apply, {"params": restored.params}, source, None, {})[1]
+    assert row["state_bytes"] == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def test_what_a_run_can_be_asked(trained, capsys):
+    restored = restore(trained[0], "latest")
+    options = dict(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    continuation(restored, prompt="0 3 0 0 2 0 5", tokens=3, **options)
+    assert len(capsys.readouterr().out.split()) == 7 + 3
+    with pytest.raises(UserError, match=r"1 prompt tokens .* at least 2 of the prompt .* closest: 2 and 3"):
+        continuation(restored, prompt="5", tokens=3, **options)
+    with pytest.raises(UserError, match="mixers, none in a seq2seq, have no attention maps; allowed: a run with"):
+        attention(restored, split="test", examples=1, prompt="")
+
+
+def test_a_longer_row_is_cut_where_its_own_tail_begins():
+    """Recall asks from behind the pairs on, however long the row: all of its places are answered, also when some of
+    an example's are unused."""
+    short = [("data.mqar.min_pairs", "2"), ("model.width", "8"), ("eval_batches", "1")]
+    run = prepare(configs.load("configs/debug.py:arch=seq2seq", short))
+    longer = at_length(run, 64)
+    assert (run.model.target, longer.model.target) == (32 - 4, 64 - 4)
+    state = run.init()
+    for asked in (run, longer):
+        assert 0 < validate(asked, state, "test")["test/loss"] < 10
+
+
+@pytest.mark.quick
+def test_refusals(book):
+    text = f"configs/text.py:path={book},arch=seq2seq"
+    for spec, overrides, words in (
+        (text, {}, "asks at every token; allowed: .* such as selective_copying; closest: arch=gru"),
+        ("configs/listops.py:arch=seq2seq", {}, "asks for one of 10 classes; .* closest: arch=gru"),
+        (COPYING, {"model.mixers": "gru"}, r"takes no mixers .* \('gru',\) and 'none'; closest: arch=seq2seq"),
+        (COPYING, {"model.position": "rope"}, r"given \(\) and 'rope'; closest: arch=seq2seq"),
+        (COPYING, {"model.kind": "seqseq"}, "unknown model kind .seqseq.; .* closest: seq2seq"),
+        (COPYING, {"model.kind": "stack"}, "model.mixers is empty"),
+        (COPYING, {"model.width": "1"}, "model.width 1 must be at least 2"),
+    ):
+        with pytest.raises(UserError, match=words):
+            prepare(configs.load(spec, overrides.items()))

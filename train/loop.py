@@ -224,6 +224,7 @@ def finish(
         "data_fingerprint": run.task.fingerprint(c.data.seed),
         "task": c.data.task,
         "length": run.task.length,
+        "kind": c.model.kind,
         "mixers": list(c.model.mixers),
         "position": c.model.position,
         "seed": c.seed,

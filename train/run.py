@@ -16,7 +16,6 @@ import data
 from data import pipeline
 from model import build
 from model.errors import UserError
-from model.heads import SequenceModel
 from train import config as configs
 from train import sharding
 from train.optim import optimizer, schedule
@@ -30,7 +29,7 @@ class Run:
     config: ConfigDict
     task: data.Task
     mesh: Mesh
-    model: SequenceModel
+    model: build.Model
     abstract: RunState  # shapes and shardings of the state
     init: Callable[[], RunState]
     train_step: Callable[[RunState, Any], tuple[RunState, dict]]  # donates the state
@@ -47,7 +46,7 @@ def prepare(config: ConfigDict) -> Run:
     task = data.build(config.data.task, config.data[config.data.task].to_dict())
     mesh, rules = sharding.make_mesh(config.mesh), sharding.rules_of(config.mesh)
     sharding.check_batch(mesh, config.batch_size, task.length, config.optim.accumulate)
-    model = build.build(config.model.to_dict(), task.vocab_size, task.n_classes)
+    model = model_for(task, config)
     tx = optimizer(config.optim, config.steps, build.group_rules(config.model))
     example = pipeline.batch_at(task, config.data.seed, "train", 1, 0)
 
@@ -75,6 +74,10 @@ def prepare(config: ConfigDict) -> Run:
     )
 
 
+def model_for(task: data.Task, config: ConfigDict) -> build.Model:
+    return build.build(config.model.to_dict(), task.vocab_size, task.n_classes, task.tail)
+
+
 def at_length(run: Run, length: int) -> Run:
     """The same model asked at another length: as many examples, in batches of about as many tokens."""
     c, mesh = run.config.copy_and_resolve_references(), run.mesh
@@ -88,13 +91,14 @@ def at_length(run: Run, length: int) -> Run:
     c.data[task.name].length = length
     c.batch_size = max((n for n in range(share, room + 1, share) if examples % n == 0), default=share)
     c.eval_batches = examples // c.batch_size
+    model = model_for(task, c)  # the same parameters; where the tail begins may depend on the length
     step = on_mesh(
-        eval_step(run.model, task.attributes),
+        eval_step(model, task.attributes),
         mesh,
         sharding.rules_of(c.mesh),
         out_shardings=sharding.replicated(mesh),
     )
-    return dataclasses.replace(run, config=c, task=task, eval_step=step)
+    return dataclasses.replace(run, config=c, task=task, model=model, eval_step=step)
 
 
 def on_mesh(function: Callable, mesh: Mesh, rules: list[tuple[str, tuple[str, ...]]], **options: Any) -> Callable:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
-from model.heads import SequenceModel
+from model.build import Model
 
 Batch = Mapping[str, jax.Array]
 Sums = dict[str, tuple[jax.Array, jax.Array]]  # metric -> (sum, count)
@@ -28,7 +28,7 @@ class RunState:
     rollbacks: jax.Array  # int32, returns to an earlier checkpoint
 
 
-def init_state(model: SequenceModel, tx: optax.GradientTransformation, batch: Batch, seed: jax.Array) -> RunState:
+def init_state(model: Model, tx: optax.GradientTransformation, batch: Batch, seed: jax.Array) -> RunState:
     """The state before the first step; parameters still boxed with their logical axis names."""
     params = model.init(jax.random.key(seed), batch["inputs"], batch.get("segments"))["params"]
     zero = jnp.zeros((), jnp.int32)
@@ -36,7 +36,7 @@ def init_state(model: SequenceModel, tx: optax.GradientTransformation, batch: Ba
     return RunState(seed=jnp.asarray(seed, jnp.uint32), params=params, opt_state=tx.init(params), **counts)
 
 
-def forward(model: SequenceModel, params: Any, batch: Batch, rng: jax.Array | None = None) -> tuple[jax.Array, Sums]:
+def forward(model: Model, params: Any, batch: Batch, rng: jax.Array | None = None) -> tuple[jax.Array, Sums]:
     """Logits, and (sum, count) of loss and accuracy over the batch's weighted targets."""
     logits, _ = model.apply(
         {"params": params},
@@ -54,7 +54,7 @@ def forward(model: SequenceModel, params: Any, batch: Batch, rng: jax.Array | No
 
 
 def train_step(
-    model: SequenceModel,
+    model: Model,
     tx: optax.GradientTransformation,
     lr: optax.Schedule,
     accumulate: int = 1,
@@ -113,7 +113,7 @@ def accumulated(gradient, params, batch, rng, count, n):
     return total
 
 
-def eval_step(model: SequenceModel, attributes: Mapping[str, tuple[str, ...]]) -> Callable[[Any, Batch], Sums]:
+def eval_step(model: Model, attributes: Mapping[str, tuple[str, ...]]) -> Callable[[Any, Batch], Sums]:
     """Sums over one batch, and accuracy within every bin of every attribute that the task declares."""
 
     def step(params: Any, batch: Batch) -> Sums:

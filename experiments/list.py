@@ -54,7 +54,7 @@ def settings(arch: dict) -> str:
     """What a named architecture changes in the model section."""
     flat = configs.flatten(arch)
     shown = {key: "+".join(value) if isinstance(value, tuple) else value for key, value in flat.items()}
-    return ", ".join(f"{key}={value}" for key, value in shown.items())
+    return ", ".join(f"{key}={value}" for key, value in shown.items() if value != "")
 
 
 def config_files(folder: Path) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Eight forced host devices for every test, a compilation cache shared by all workers, and a small text."""
 
+import gc
 import os
 import tempfile
 
@@ -13,6 +14,7 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {FAST} " + 
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "longview-test-cache"))
 os.environ.setdefault("PJRT_NPROC", "64")  # as in train.cli.widen_thread_pool
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+gc.set_threshold(200_000, 50, 1000)  # tracing makes many objects and few cycles
 
 
 @pytest.fixture(scope="session")

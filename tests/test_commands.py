@@ -79,6 +79,7 @@ def test_mistakes_in_a_config(mistake, tmp_path):
             "unknown arch 'mamb'.*closest: mamba",
         ),
         (["train", "--config=configs/debug.py:size=3", "--workdir=x"], "unknown config argument 'size=3'"),
+        (["train", "--config=configs/recall.py:width=wide", "--workdir=x"], "width is 'wide'; it takes a whole number"),
         (["train", CONFIG], "--workdir is missing"),
         (["train", CONFIG, "--workdir=LICENSE"], "LICENSE"),
         (["experiments.reproduce", "quickstrat"], "unknown table 'quickstrat'.*closest: quickstart"),

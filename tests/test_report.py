@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments import folders, formats, rows
+from experiments import folders, formats, plot, rows
 from experiments.layout import Layout, Published, sheet
 from experiments.publish import publish
 from experiments.runs import Run
@@ -192,3 +192,21 @@ def test_tuning_looks_at_validation_and_never_at_test():
     assert cells[0].summary.mean == pytest.approx(0.8)
     lowest = rows.best([row({"lr": lr}, 0, lr, **{"status": "finished"}) for lr in (0.1, 0.2)], ["lr"], "test/loss")
     assert len(lowest) == 1
+
+
+def test_accuracy_is_drawn_against_a_cost_where_the_layout_says_so(monkeypatch, tmp_path):
+    """Each width stands where its bytes of state are; a run that failed has no cost and no point."""
+    made = [
+        row({"arch": arch, "width": width}, 0, accuracy, state_bytes=bytes_ * width)
+        for arch, bytes_ in (("attention", 1000), ("mamba", 10))
+        for width, accuracy in ((32, 0.5), (64, 0.75))
+    ]
+    made.append(row({"arch": "mamba", "width": 128}, 0, None))
+    kept = []
+    monkeypatch.setattr(plot.plt, "close", kept.append)
+    layout = Layout("test/accuracy", ("arch", "width"), against="state_bytes")
+    plot.plot(sheet(made, layout), tmp_path / "plot.png")
+    axis = kept[0].axes[0]
+    drawn = [line for line in axis.lines if line.get_marker() in plot.MARKERS]
+    assert [list(line.get_xdata()) for line in drawn] == [[32_000, 64_000], [320, 640]]
+    assert axis.get_xlabel() == "state bytes" and axis.get_xscale() == "log"

@@ -217,6 +217,29 @@ def linear_scan(a: Array, b: Array, h0: Array, *, implementation: str | None = N
     return diagonal_scan(lambda x: x, lambda h, x: h, h0, (a, b), implementation=implementation)
 
 
+@jax.custom_vjp
+def rates(dt: Array, A: Array) -> Array:
+    """`dt A`, `[L, B, E, N]`, with dt: [L, B, E]; A: [E, N].
+
+    Its gradient adds up by products with ones: sums over so short an axis cost a CPU several times as much.
+    """
+    return dt[..., None] * A
+
+
+def rates_forward(dt, A):
+    return rates(dt, A), (dt, A)
+
+
+def rates_backward(saved, g):
+    dt, A = saved
+    einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+    d_dt = einsum("lben,n->lbe", g * A, jnp.ones(A.shape[1], g.dtype))
+    return d_dt, einsum("lb,lben->en", jnp.ones(g.shape[:2], g.dtype), g * dt[..., None])
+
+
+rates.defvjp(rates_forward, rates_backward)
+
+
 def selective_scan(
     x: Array,
     dt: Array,
@@ -234,11 +257,11 @@ def selective_scan(
     h0: [B, E, N]; keep: [B, L], 0 where the past is forgotten. A step with dt = 0 leaves the state as it was.
     """
 
-    # Products, not broadcasts: their gradients are then products too, which a CPU adds up five times as fast.
+    # A product, not a broadcast: its gradients are then products too, faster on a CPU.
     einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
     def expand(inputs, A):
-        a = jnp.exp(einsum("lbe,en->lben", inputs["dt"], A))
+        a = jnp.exp(rates(inputs["dt"], A))
         if keep is not None:
             a = a * inputs["keep"][..., None, None]
         return a, einsum("lbe,lbn->lben", inputs["dt"] * inputs["x"], inputs["B"])

@@ -124,7 +124,7 @@ def test_padding_leaves_the_state(case):
     np.testing.assert_allclose(split[:, segments[0] > 0], whole, atol=2e-5)
 
 
-AWKWARD = [(case, length) for case in CASES for length in ([1, 63, 100] if case in BARE else [63])]
+AWKWARD = [(case, length) for case in CASES for length in ([1, 7, 63, 100] if case in BARE else [63])]
 
 
 @pytest.mark.parametrize("case, length", [pytest.param(*c.values, n, id=f"{c.id}-{n}") for c, n in AWKWARD])

@@ -37,3 +37,9 @@ ARCHS = {
 def use(config: ConfigDict, arch: str) -> None:
     """Writes a named architecture into a config's model section."""
     config.model.update(choose("arch", arch, ARCHS))
+
+
+def use_bare(config: ConfigDict, arch: str, width: int = 64) -> None:
+    """As in Zoology: two layers, no MLP between them, nothing but the mixer to do the work."""
+    use(config, arch)
+    config.model.width, config.model.layers, config.model.mlp, config.model.tied = width, 2, "none", False

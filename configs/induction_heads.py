@@ -4,7 +4,7 @@
 
 Feeds the table `induction_heads`. `size=paper` is the published setting, 204,800 steps of 8 examples of 256 tokens,
 tested on up to 2^20; `size=small`, for one accelerator, takes the same length in fewer, larger steps and tests up to
-2^14; `size=smoke` takes a minute on a CPU core and shows that it runs.
+2^14; `size=smoke` shows on a CPU that it runs.
 """
 
 from ml_collections import ConfigDict
@@ -25,8 +25,7 @@ def get_config(argument: str = "") -> ConfigDict:
     arg = parse(argument, arch="mamba", size="small")
     size = choose("size", arg.size, SIZES)
     c = base.get_config()
-    archs.use(c, arg.arch)
-    c.model.width, c.model.layers, c.model.mlp, c.model.tied = 64, 2, "none", False
+    archs.use_bare(c, arg.arch)
     c.data.task = "induction"
     c.data.induction = dict(length=size["length"], vocab_size=16)
     first = size["length"] // 4

@@ -4,8 +4,8 @@
 
 Feeds the table `recall`, which sets accuracy against bytes of state. 4, 8, 16 and 64 pairs come in rows of 64, 128,
 256 and 512 tokens, as published. `size=paper` has the published vocabulary of 8,192 and 100,000 examples; `size=small`,
-for one accelerator, has a vocabulary of 512 and fresh examples; `size=smoke` takes half a minute on a CPU core and
-shows that it runs.
+for one accelerator, has a vocabulary of 512 and fresh examples; `size=smoke` shows on a CPU that it
+runs.
 """
 
 from ml_collections import ConfigDict
@@ -27,8 +27,7 @@ def get_config(argument: str = "") -> ConfigDict:
     arg = parse(argument, arch="mamba", width=64, pairs=4, size="small")
     size = choose("size", arg.size, SIZES)
     c = base.get_config()
-    archs.use(c, arg.arch)
-    c.model.width, c.model.layers, c.model.mlp, c.model.tied = arg.width, 2, "none", False
+    archs.use_bare(c, arg.arch, arg.width)
     c.data.task = "mqar"
     c.data.mqar = dict(length=choose("number of pairs", str(arg.pairs), LENGTHS), n_pairs=arg.pairs, **size["task"])
     c.steps, c.batch_size = size["steps"], size["batch"]

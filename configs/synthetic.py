@@ -22,14 +22,12 @@ TASKS = {
 def get_config(argument: str = "") -> ConfigDict:
     arg = parse(argument, task="mqar", arch="mamba")
     c = base.get_config()
-    archs.use(c, arg.arch)
+    archs.use_bare(c, arg.arch)
     c.data.task = arg.task
     c.data[arg.task] = choose("task", arg.task, TASKS)
     c.steps, c.batch_size = 1000, 64 if arg.task == "mqar" else 32
     c.log_every, c.eval_every, c.checkpoint_every, c.eval_batches = 10, 50, 500, 8
     c.target = 0.998
-    # As in Zoology: two layers, no MLP between them, nothing but the mixer to do the work.
-    c.model.mlp, c.model.tied = "none", False
     c.model.update(attention=dict(n_heads=2))
     # Two thousand numbers of state a layer for each recurrence.
     c.model.mamba, c.model.s4d = dict(state=16), dict(state=32)

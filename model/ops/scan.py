@@ -201,7 +201,7 @@ def diagonal_scan(
 def best(length: int) -> str:
     """The implementation that `None` picks: the fastest whose memory does not hold every state.
 
-    Mamba's scan, forward and with gradient: on 2 CPU cores, serial chunks took half the time of parallel ones, or less;
+    Mamba's scan, forward and with gradient: on 2 CPU cores, serial chunks took about half the time of parallel ones;
     on an H200 (8 rows of 2,048, 2,048 channels, 16 numbers each) parallel chunks of 64 took 6.6 and 31 ms in 0.7 GiB,
     the whole length at once 6.6 and 18 ms in 10 GiB, longer chunks 80 ms and more with gradient.
     """

@@ -6,10 +6,27 @@ import jax.numpy as jnp
 
 def fft_conv(u: jax.Array, kernel: jax.Array) -> jax.Array:
     """`y_t = sum_s kernel_s u_{t-s}` per channel; u: [B, L, D], kernel: [L, D], both real or both complex."""
+    if jnp.iscomplexobj(u):
+        L = u.shape[1]
+        n = 2 * L  # room for the tail, so that it does not wrap around
+        return jnp.fft.ifft(jnp.fft.fft(u, n=n, axis=1) * jnp.fft.fft(kernel, n=n, axis=0), axis=1)[:, :L]
+    return right_angle_conv(u, kernel)
+
+
+def right_angle_conv(u: jax.Array, kernel: jax.Array) -> jax.Array:
+    """The same for real arrays, by transforms of length L where zeros would make it 2L.
+
+    Turned by up to a right angle along the length, the tail wraps around as imaginary numbers, and the real part is
+    the answer (Crandall and Fagin 1994, https://doi.org/10.1090/S0025-5718-1994-1185244-1).
+    """
     L = u.shape[1]
-    n = 2 * L  # room for the tail, so that it does not wrap around
-    fft, ifft = (jnp.fft.fft, jnp.fft.ifft) if jnp.iscomplexobj(u) else (jnp.fft.rfft, jnp.fft.irfft)
-    return ifft(fft(u, n=n, axis=1) * fft(kernel, n=n, axis=0), n=n, axis=1)[:, :L]
+    angle = (jnp.pi / (2 * L)) * jnp.arange(L, dtype=u.dtype)
+    turn = jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
+    u, kernel = jnp.swapaxes(u, 1, 2), jnp.swapaxes(kernel, 0, 1)  # transforms run along the last axis
+    product = jnp.fft.fft(u * turn) * jnp.fft.fft(kernel * turn)
+    # The inverse by the forward transform: conjugates and scale cost nothing beside it.
+    y = jnp.fft.fft(jnp.conj(product)) * turn
+    return jnp.swapaxes(jnp.real(y) / L, 1, 2)
 
 
 def short_conv(x: jax.Array, kernel: jax.Array, past: jax.Array, reach: jax.Array | None = None) -> jax.Array:

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from model.errors import choose
+from model.errors import UserError, choose
+from model.ops.scan import stretches
 
 Array = jax.Array
 
@@ -67,14 +68,19 @@ def sums(a: Array, seen: Array) -> Array:
     return jnp.einsum("...k,ik->...i", a, seen.astype(a.dtype), precision=lax.Precision.HIGHEST)
 
 
+def parts(a: Array) -> tuple[Array, Array]:
+    """Multiples of STEP, whose running sums are exact and so are their differences, and the small rest."""
+    coarse = jnp.round(a / STEP) * STEP
+    return coarse, a - coarse
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def gaps(a: Array, dtype: Any) -> Array:
     """The sum of log decays after token j up to token i, at [i, j] of `[..., Q, Q]`, meaningless for j > i.
 
     By differences of running sums: those of multiples of STEP are exact, and those of the rest are small.
     """
-    coarse = jnp.round(a / STEP) * STEP
-    whole, rest = (sums(part, jnp.tri(a.shape[-1])) for part in (coarse, a - coarse))
+    whole, rest = (sums(part, jnp.tri(a.shape[-1])) for part in parts(a))
     return (whole[..., :, None] - whole[..., None, :]) + (rest[..., :, None] - rest[..., None, :])
 
 
@@ -110,27 +116,31 @@ def carry(t: Array, v: Array, h0: Array) -> tuple[Array, Array]:
     return h[:, :, :-1].reshape(B, -1, X, Y)[:, :M], last if several else h[:, 0, -1]
 
 
-def sequential(x: Array, a: Array, B: Array, C: Array, h0: Array, opens: Array | None, chunk: int):
+def sequential(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, opens: Array | None, chunk: int | None):
     """One token after another: the definition."""
     if opens is not None:
-        a = jnp.where(opens[..., None, None], FORGET, a)
+        a = jnp.where(opens[..., None], FORGET, a)
 
     def step(h, token):
-        x, a, B, C = token
-        h = jnp.exp(a)[..., None, None] * h + jnp.einsum("bgrp,bgn->bgrpn", x, B)
+        u, a, B, C = token
+        h = jnp.exp(a)[..., None, None] * h + jnp.einsum("bgrp,bgn->bgrpn", u, B)
         return h, jnp.einsum("bgrpn,bgn->bgrp", h, C)
 
-    tokens = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1).astype(a.dtype), (x, a, B, C))
-    h, y = lax.scan(step, h0, tokens)
-    return jnp.swapaxes(y, 0, 1).astype(x.dtype), h
+    G = B.shape[2]
+    tokens = (grouped(dt[..., None] * x, G), grouped(a, G), B, C)
+    tokens = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1).astype(a.dtype), tokens)
+    h, y = lax.scan(step, grouped(h0, G, axis=1), tokens)
+    return jnp.swapaxes(y, 0, 1).reshape(x.shape).astype(x.dtype), h.reshape(h0.shape)
 
 
-@partial(jax.checkpoint, static_argnums=6)
-def chunked(x: Array, a: Array, B: Array, C: Array, h0: Array, opens: Array | None, chunk: int):
+@partial(jax.checkpoint, static_argnums=7)
+def chunked(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, opens: Array | None, chunk: int | None):
     """Products within chunks, and states carried from chunk to chunk. Only the inputs are kept for the gradient."""
-    L, f = x.shape[1], a.dtype
-    Q = min(chunk, L)
-    x, a, B, C = (cut(leaf, Q) for leaf in (x, a, B, C))  # filled with a = 0, x = 0, which leaves a state as it was
+    shape, L, G, f = x.shape, x.shape[1], B.shape[2], a.dtype
+    Q = min(chunk or 128, L)
+    u = (dt[..., None] * x).astype(x.dtype)
+    # Filled up with a = 0, u = 0, which leaves a state as it was.
+    x, a, B, C = (cut(leaf, Q) for leaf in (grouped(u, G), grouped(a, G), B, C))
     a = jnp.moveaxis(a, 2, -1)  # [B, M, G, R, Q]
     order = jnp.tri(Q, dtype=bool)  # [i, j]: token j is not after token i
     to_token, to_end = sums(a, order), sums(a, ~order)
@@ -153,10 +163,42 @@ def chunked(x: Array, a: Array, B: Array, C: Array, h0: Array, opens: Array | No
     before, h = carry(total.reshape(b, m, g * r), added.reshape(b, m, g * r, p * n), h0.reshape(b, g * r, p * n))
     before = before.reshape(added.shape).astype(x.dtype)
     y = y + contract("bmign,bmgrpn->bmigrp", C, before, x.dtype) * per_token(to_token)
-    return y.astype(x.dtype).reshape(b, m * Q, g, r, p)[:, :L], h.reshape(h0.shape)
+    return y.astype(x.dtype).reshape(b, m * Q, g * r, p)[:, :L].reshape(shape), h.reshape(h0.shape)
 
 
-IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked}
+def grouped(leaf: Array, groups: int, axis: int = 2) -> Array:
+    """The axis of heads as groups and the heads of a group."""
+    return leaf.reshape(*leaf.shape[:axis], groups, -1, *leaf.shape[axis + 1 :])
+
+
+def fused(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, opens: Array | None, chunk: int | None):
+    """The same products in kernels of their own, on GPUs."""
+    if reasons := lacking(x, B):
+        raise UserError(
+            f"ssd implementation 'fused' cannot serve {'; '.join(reasons)}; leave it unset, or use 'chunked'"
+        )
+    from model.ops import fused_ssd  # here: Pallas takes a second to load, and only GPUs need it
+
+    return fused_ssd.fused_ssd(x, dt, a, B, C, h0, opens, chunk or 64)
+
+
+def lacking(x: Array, B: Array) -> list[str]:
+    """Why the fused kernels cannot serve a call; empty if they can."""
+    reasons, P, N = [], x.shape[-1], B.shape[-1]
+    if jax.default_backend() != "gpu":
+        reasons.append(f"the platform {jax.default_backend()} (it runs on gpu)")
+    if x.dtype not in NARROW:
+        reasons.append(f"{x.dtype} (it takes {', '.join(NARROW)})")
+    if any(size not in SIDES for size in (P, N)):
+        reasons.append(f"{P} channels of a head with {N} numbers each (it takes {', '.join(map(str, SIDES))} of both)")
+    if stretches() > 1:
+        reasons.append("devices that share the length")
+    return reasons
+
+
+NARROW = ("bfloat16", "float16")
+SIDES = (16, 32, 64, 128)  # of matrices in the fused kernels
+IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked, "fused": fused}
 
 
 def ssd(
@@ -169,24 +211,17 @@ def ssd(
     keep: Array | None = None,
     *,
     implementation: str | None = None,
-    chunk: int = 128,
+    chunk: int | None = None,
 ) -> tuple[Array, Array]:
     """Outputs `[B, L, H, P]` in x's dtype, and the last state.
 
     x: [B, L, H, P]; dt: [B, L, H]; A: [H], negative; B, C: [B, L, G, N] with G dividing H; h0: [B, H, P, N];
     keep: [B, L], false where the past is forgotten. A step with dt = 0 leaves the state as it was. dt, A and h0 are
-    wide; x, B and C may be narrow, and are then multiplied so.
+    wide; x, B and C may be narrow, and are then multiplied so. chunk: tokens whose weights are held together.
     """
-    heads = (B.shape[2], x.shape[2] // B.shape[2])  # G, R
     if implementation is None:
-        implementation = "sequential" if x.shape[1] == 1 else "chunked"
+        implementation = "sequential" if x.shape[1] == 1 else "chunked" if lacking(x, B) else "fused"
     run = choose("ssd implementation", implementation, IMPLEMENTATIONS)
     a = jnp.maximum(dt * A, STRONGEST)
-    u = (dt[..., None] * x).astype(x.dtype)
-
-    def grouped(leaf, axis):
-        return leaf.reshape(*leaf.shape[:axis], *heads, *leaf.shape[axis + 1 :])
-
     opens = None if keep is None else ~keep.astype(bool)
-    y, h = run(grouped(u, 2), grouped(a, 2), B.astype(x.dtype), C.astype(x.dtype), grouped(h0, 1), opens, chunk)
-    return y.reshape(x.shape), h.reshape(h0.shape)
+    return run(x, dt, a, B.astype(x.dtype), C.astype(x.dtype), h0, opens, chunk)

@@ -1,0 +1,99 @@
+"""Mamba-2's GPU kernels, interpreted, against the loop that defines them; and that they can be compiled for a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from model.ops import fused_ssd as op
+from model.ops.ssd import STRONGEST, ssd
+from tests import zoo
+from tests.test_ssd import assert_same, both, normal
+
+B, H, P, N, Q = 2, 4, 16, 32, 16
+
+
+def inputs(L: int, groups: int = 1, strength: float = 1.0) -> dict[str, jax.Array]:
+    pair = (B, L, groups, N)
+    made = normal(x=(B, L, H, P), dt=(B, L, H), A=(H,), B=pair, C=pair, h0=(B, H, P, N))
+    made |= dict(dt=jax.nn.softplus(made["dt"]), A=-strength * jnp.exp(made["A"]))
+    return {name: leaf.astype(jnp.float32) for name, leaf in made.items()}
+
+
+def some_cuts(L: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(1).random((B, L)) > 0.05)
+
+
+def run(x, dt, A, B, C, h0, keep=None, implementation="interpreted"):
+    if implementation != "interpreted":
+        return ssd(x, dt, A, B, C, h0, keep, implementation=implementation)
+    opens = None if keep is None else ~keep
+    return op.fused_ssd(x, dt, jnp.maximum(dt * A, STRONGEST), B, C, h0, opens, chunk=Q, interpret=True)
+
+
+@pytest.mark.parametrize(
+    ("length", "groups", "cut", "programs"),
+    [(64, 1, False, 1), (128, 2, True, 64), (70, 4, True, 16), (5, 1, True, 1)],
+    ids=["one segment", "segments and documents", "an unfinished chunk", "less than a chunk"],
+)
+def test_kernels_are_the_recurrence(monkeypatch, length, groups, cut, programs):
+    """Outputs, last state and every gradient, from a state that is not empty."""
+    monkeypatch.setattr(op, "PROGRAMS", programs)  # as if on a smaller or larger GPU
+    keep = some_cuts(length) if cut else None
+    slow, fast = both(lambda **arrays: run(**arrays, keep=keep), inputs(length, groups), fast="interpreted")
+    assert_same(slow, fast, within=5e-6)
+
+
+@pytest.mark.parametrize("strength", [1e-3, 1e6])
+def test_any_decay_is_exact(strength):
+    slow, fast = both(run, inputs(64, strength=strength), fast="interpreted")
+    assert_same(slow, fast, within=2e-5)
+
+
+def test_narrow_inputs_are_summed_wide():
+    arrays = inputs(64)
+    narrow = {name: leaf.astype(jnp.bfloat16) if name in "xBC" else leaf for name, leaf in arrays.items()}
+    slow, fast = both(run, narrow, fast="interpreted")
+    for a, b in zip(jax.tree.leaves(slow), jax.tree.leaves(fast), strict=True):
+        assert a.dtype == b.dtype and zoo.far(b, a) < 0.02
+
+
+@pytest.mark.parametrize("groups", [1, 2], ids=["one group", "groups of a device's own"])
+def test_devices_keep_their_rows_and_heads(groups):
+    """On a mesh the result is the same, and no device is sent another's tokens."""
+    mesh = jax.make_mesh((2, 2, 2), ("data", "expert", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    places = dict(x=(("data",), None, "tensor"), dt=(("data",), None, "tensor"), A=("tensor",))
+    places |= dict(B=(("data",),), C=(("data",),), h0=(("data",), "tensor"))
+    arrays = inputs(32, groups)
+    placed = {
+        name: jax.device_put(leaf, NamedSharding(mesh, PartitionSpec(*places[name]))) for name, leaf in arrays.items()
+    }
+
+    def objective(arrays):
+        y, h = run(**arrays)
+        return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.sin(h))
+
+    def on_mesh(arrays):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return jax.value_and_grad(objective)(arrays)
+
+    step = jax.jit(on_mesh).lower(placed).compile()
+    assert_same(jax.value_and_grad(objective)(arrays), step(placed), within=2e-5)
+    assert "all-gather" not in step.as_text()
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="lowers for a GPU only where there is one")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_kernels_lower_for_a_gpu(dtype):
+    arrays = {name: leaf.astype(dtype) if name in "xBC" else leaf for name, leaf in inputs(256).items()}
+
+    def step(x, dt, A, B, C, h0):
+        return op.fused_ssd(x, dt, dt * A, B, C, h0, None, chunk=64)
+
+    def pulled(arrays):
+        out, pull = jax.vjp(lambda arrays: step(**arrays), arrays)
+        return out, pull(out)
+
+    text = jax.jit(pulled).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert all(f'name = "ssd_{kernel}' in text for kernel in ("states", "outputs", "gradients"))

@@ -23,10 +23,12 @@ from model.ops.ssd import FORGET, carry, cut, parts, sums
 Array = jax.Array
 
 PROGRAMS = 512  # enough to fill a large GPU
+MAPS = 1024  # programs that `maps` is shared out to
 PARAMS = {  # (warps, stages), the fastest of those tried on an H200
     "states": (4, 3),
     "outputs": (4, 1),
-    "gradients": (8, 1),
+    "tokens": (4, 1),
+    "maps": (8, 3),
 }
 ROWS, HEADS = ("data", "fsdp"), ("tensor",)  # the mesh axes that share out batch and heads
 
@@ -49,12 +51,12 @@ class Decays(NamedTuple):
 
 def decays(a: Array, opens: Array) -> Decays:
     """a: [B, H, M, Q]; opens: [B, M, Q]."""
-    order = jnp.tri(a.shape[-1], dtype=bool)
     documents = jnp.cumsum(opens, axis=-1, dtype=jnp.int32)
     here = documents[:, None]
-    to_token = jnp.where(here == 0, sums(a, order), FORGET)
-    to_end = jnp.where(here == here[..., -1:], sums(a, ~order), FORGET)
-    whole, rest = (sums(part, order) for part in parts(a))
+    whole, rest = sums(jnp.stack(parts(a)), jnp.tri(a.shape[-1]))
+    to_token = jnp.where(here == 0, whole + rest, FORGET)
+    to_end = (whole[..., -1:] - whole) + (rest[..., -1:] - rest)
+    to_end = jnp.where(here == here[..., -1:], to_end, FORGET)
     return Decays(whole, rest, jnp.exp(to_token), jnp.exp(to_end), documents, to_token[..., -1])
 
 
@@ -74,51 +76,63 @@ def states_kernel(x, k, weight, decay, start, *out, chunk: int, reverse: bool):
     end[...] = lax.fori_loop(0, n, step, start[...])
 
 
-def states(
-    x: Array, k: Array, weight: Array, total: Array, h0: Array, chunk: int, reverse: bool, interpret: bool
-) -> tuple[Array, Array]:
-    """The states before each chunk, `[B, M, H, P, N]` in x's dtype, and after the last; in reverse, from the end.
+def carry_states(
+    x: Array,
+    k: Array,
+    weight: Array,
+    total: Array,
+    starts: Array,
+    chunk: int,
+    reverse: bool,
+    interpret: bool,
+    every: bool,
+) -> list[Array]:
+    """The states that segments end with, `[B, S, H, P, N]`, and before them those before every chunk, if asked for.
 
-    x: [B, L, H, P]; k: [B, L, G, N]; weight: [B, H, L]; total: [B, H, M], log; h0: [B, H, P, N].
+    x: [B, L, H, P]; k: [B, L, G, N]; weight: [B, H, L]; total: [B, H, M], log; starts: [B, S, H, P, N].
     """
-    (B, L, H, P), (G, N), M = x.shape, k.shape[2:], total.shape[-1]
+    (B, L, H, P), (G, N), M, S = x.shape, k.shape[2:], total.shape[-1], starts.shape[1]
+    segment = pl.BlockSpec((None, None, None, P, N), lambda h, s, b: (b, s, h, 0, 0))
+    specs, shapes = [segment], [jax.ShapeDtypeStruct(starts.shape, starts.dtype)]
+    if every:
+        specs.insert(0, pl.BlockSpec((None, M // S, None, P, N), lambda h, s, b: (b, s, h, 0, 0)))
+        shapes.insert(0, jax.ShapeDtypeStruct((B, M, H, P, N), x.dtype))
+    return pl.pallas_call(
+        partial(states_kernel, chunk=chunk, reverse=reverse),
+        grid=(H, S, B),
+        in_specs=[
+            pl.BlockSpec((None, L // S, None, P), lambda h, s, b: (b, s, h, 0)),
+            pl.BlockSpec((None, L // S, None, N), lambda h, s, b: (b, s, h * G // H, 0)),
+            pl.BlockSpec((None, None, L // S), lambda h, s, b: (b, h, s)),
+            pl.BlockSpec((None, None, M // S), lambda h, s, b: (b, h, s)),
+            segment,
+        ],
+        out_specs=specs,
+        out_shape=shapes,
+        compiler_params=params("states"),
+        interpret=interpret,
+        name="ssd_states",
+    )(x, k, weight, jnp.exp(total), starts)
+
+
+def states(x, k, weight, total, starts, chunk: int, reverse: bool, interpret: bool) -> tuple[Array, Array]:
+    """The states before each chunk, `[B, M, H, P, N]` in x's dtype, and after the last; in reverse, from the end."""
+    before, ends = carry_states(x, k, weight, total, starts, chunk, reverse, interpret, every=True)
+    return before, ends[:, 0 if reverse else -1]
+
+
+def segment_starts(x, k, weight, total, h0, chunk: int, reverse: bool, interpret: bool) -> Array:
+    """The state that each segment of the length begins with, `[B, S, H, P, N]`; in reverse, that it ends with."""
+    (B, H, P, N), M = h0.shape, total.shape[-1]
     S = segments(B * H, M)
-    T = L // S
-    per_head = pl.BlockSpec((None, None, None, P, N), lambda h, s, b: (b, s, h, 0, 0))
-    ends = (per_head, jax.ShapeDtypeStruct((B, S, H, P, N), h0.dtype))
-    every = (
-        pl.BlockSpec((None, M // S, None, P, N), lambda h, s, b: (b, s, h, 0, 0)),
-        jax.ShapeDtypeStruct((B, M, H, P, N), x.dtype),
-    )
-
-    def run(start, *out):
-        specs, shapes = zip(*out, strict=True)
-        return pl.pallas_call(
-            partial(states_kernel, chunk=chunk, reverse=reverse),
-            grid=(H, S, B),
-            in_specs=[
-                pl.BlockSpec((None, T, None, P), lambda h, s, b: (b, s, h, 0)),
-                pl.BlockSpec((None, T, None, N), lambda h, s, b: (b, s, h * G // H, 0)),
-                pl.BlockSpec((None, None, T), lambda h, s, b: (b, h, s)),
-                pl.BlockSpec((None, None, M // S), lambda h, s, b: (b, h, s)),
-                per_head,
-            ],
-            out_specs=specs,
-            out_shape=shapes,
-            compiler_params=params("states"),
-            interpret=interpret,
-            name="ssd_states",
-        )(x, k, weight, jnp.exp(total), start)
-
-    start = h0[:, None]
-    if S > 1:
-        (end,) = run(jnp.zeros(ends[1].shape, h0.dtype), ends)
-        log_decay = jnp.moveaxis(total.reshape(B, H, S, -1).sum(axis=-1), 1, 2)
-        turn = slice(None, None, -1 if reverse else 1)
-        start, _ = carry(log_decay[:, turn], end[:, turn].reshape(B, S, H, P * N), h0.reshape(B, H, P * N))
-        start = start.reshape(end.shape)[:, turn]
-    before, end = run(start, every, ends)
-    return before, end[:, 0 if reverse else -1]
+    if S == 1:
+        return h0[:, None]
+    zeros = jnp.zeros((B, S, H, P, N), h0.dtype)
+    (ends,) = carry_states(x, k, weight, total, zeros, chunk, reverse, interpret, every=False)
+    log_decay = jnp.moveaxis(total.reshape(B, H, S, -1).sum(axis=-1), 1, 2)
+    turn = slice(None, None, -1 if reverse else 1)
+    starts, _ = carry(log_decay[:, turn], ends[:, turn].reshape(B, S, H, P * N), h0.reshape(B, H, P * N))
+    return starts.reshape(ends.shape)[:, turn]
 
 
 def segments(rows: int, chunks: int) -> int:
@@ -135,12 +149,17 @@ def outputs_kernel(x, B, C, dt, before, whole, rest, to_token, documents, y):
     y[...] = (dot(W.astype(x.dtype), x[...]) + past).astype(y.dtype)
 
 
-def weights(whole: Array, rest: Array, documents: Array) -> Array:
-    """How much of token j is left at token i, at [i, j]."""
-    i, j = (lax.broadcasted_iota(jnp.int32, (whole.size, whole.size), axis) for axis in (0, 1))
-    seen = (i >= j) & (documents[:, None] == documents[None, :])
+def weights(whole: Array, rest: Array, documents: Array, reverse: bool = False) -> Array:
+    """How much of token j is left at token i, at [i, j]; in reverse at [j, i]."""
+    row, column = sides(whole.size)
+    seen = ((row <= column) if reverse else (row >= column)) & (documents[:, None] == documents[None, :])
     gap = (whole[:, None] - whole[None, :]) + (rest[:, None] - rest[None, :])
-    return jnp.exp(jnp.where(seen, gap, FORGET))
+    return jnp.exp(jnp.where(seen, -gap if reverse else gap, FORGET))
+
+
+def sides(n: int) -> tuple[Array, Array]:
+    """The row and the column of every place in a square."""
+    return tuple(lax.broadcasted_iota(jnp.int32, (n, n), axis) for axis in (0, 1))
 
 
 def outputs(x: Array, dt: Array, B: Array, C: Array, before: Array, d: Decays, interpret: bool) -> Array:
@@ -172,99 +191,111 @@ def outputs(x: Array, dt: Array, B: Array, C: Array, before: Array, d: Decays, i
     )(x, B, C, dt, before, d.whole, d.rest, d.to_token, d.documents)
 
 
-def gradients_kernel(
+def tokens_kernel(
     x, B, C, dt, before, whole, rest, to_token, to_end, decay, documents, dy, dh,
-    dx, dB, dC, d_dt, d_inner, d_to_token, d_to_end, d_total,
+    dx, d_dt, d_inner, d_to_token, d_to_end, d_total,
 ):  # fmt: skip
-    """Some heads of a group in one chunk, one after another.
+    """What one head of one chunk's tokens and log decays get.
 
-    x, dy, dx: [Q, heads, P]; B, C, dB, dC: [Q, N]; before, dh: [heads, P, N]; d_total, decay: [heads]; documents: [Q];
-    the others: [heads, Q]. dh is the gradient of the state after the chunk. d_inner, d_to_token, d_to_end and d_total
-    are what the log decays get by the four ways that they matter.
+    x, dy, dx: [Q, P]; B, C: [Q, N]; before, dh: [P, N]; decay, d_total: []; the others: [Q]. dh is the gradient of the
+    state after the chunk. The log decays get something by four ways: between tokens, from the state before the chunk
+    to tokens, from tokens to the state after it, and from state to state.
     """
-    Q, narrow = B.shape[0], B.dtype
-    B, C, documents = B[...], C[...], documents[...]
-    S = dot(C, B, trans_b=True)
-    i, j = (lax.broadcasted_iota(jnp.int32, (Q, Q), axis) for axis in (0, 1))
-
-    def head(r, sums):
-        dS, dB, dC = sums
-        x_r, dy_r, h, dh_r = x[:, r, :], dy[:, r, :], before[r], dh[r]
-        dt_r, from_before, until_end = dt[r, :], to_token[r, :], to_end[r, :]
-        kept = weights(whole[r, :], rest[r, :], documents)
-        dW = dot(dy_r, x_r, trans_b=True) * kept * dt_r[None, :]  # also of S
-        # Token k matters to all pairs j < k <= i. Added up, not differences of sums, which would lose small ones.
-        between = dot((dW * S).astype(narrow), (i < j).astype(narrow))  # [i, k]: the sum over j < k
-        d_inner[r, :] = jnp.sum(jnp.where(i >= j, between, 0), axis=0)
-
-        du = dot((S * kept).astype(narrow), dy_r, trans_a=True)
-        du += dot(B, dh_r, trans_b=True) * until_end[:, None]
-        dx[:, r, :] = (du * dt_r[:, None]).astype(dx.dtype)
-        d_dt[r, :] = jnp.sum(du * x_r, axis=1)
-
-        dC_r = dot(dy_r, h) * from_before[:, None]
-        dB_r = dot(x_r, dh_r) * (until_end * dt_r)[:, None]
-        d_to_token[r, :] = jnp.sum(dC_r * C, axis=1)
-        d_to_end[r, :] = jnp.sum(dB_r * B, axis=1)
-        d_total[r] = decay[r] * jnp.sum(h.astype(dt.dtype) * dh_r)
-        return dS + dW, dB + dB_r, dC + dC_r
-
-    zeros = jnp.zeros(B.shape, dt.dtype)
-    dS, dB_all, dC_all = lax.fori_loop(0, dt.shape[0], head, (jnp.zeros((Q, Q), dt.dtype), zeros, zeros))
-    dS = dS.astype(narrow)
-    dB[...] = dB_all + dot(dS, C, trans_a=True)
-    dC[...] = dC_all + dot(dS, B)
+    x, dy, h, dh, dt = x[...], dy[...], before[...], dh[...], dt[...]
+    W = dot(B[...], C[...], trans_b=True) * weights(whole[...], rest[...], documents[...], reverse=True)  # [j, i]
+    later = dot(B[...], dh, trans_b=True) * to_end[...][:, None]
+    du = dot(W.astype(dy.dtype), dy) + later
+    dx[...] = (du * dt[:, None]).astype(dx.dtype)
+    d_dt[...] = jnp.sum(du * x, axis=1)
+    d_to_end[...] = jnp.sum(later * x, axis=1) * dt
+    d_to_token[...] = jnp.sum(dot(C[...], h, trans_b=True) * dy, axis=1) * to_token[...]
+    d_total[...] = decay[...] * jnp.sum(h.astype(dt.dtype) * dh)
+    # Token k matters to all pairs j < k <= i. Added up, not differences of sums, which would lose small ones.
+    pairs = dot(x, dy, trans_b=True) * W * dt[:, None]
+    row, column = sides(dt.size)
+    to_k = dot((row > column).astype(x.dtype), pairs.astype(x.dtype))  # [k, i]: the sum over j < k
+    d_inner[...] = jnp.sum(jnp.where(row <= column, to_k, 0), axis=1)
 
 
-def gradients(x, dt, B, C, before, d: Decays, dy, dh, interpret: bool) -> tuple[Array, ...]:
-    """dx; dB and dC `[B, L, G, N]`, wide; and of dt and the log decays, `[B, H, M, Q]`."""
-    rows, L, H, P = x.shape
+def maps_kernel(left, right, weight, state, other, dt, whole, rest, documents, out, *, reverse: bool):
+    """What C gets from some heads of its group in one chunk, or B, which is the same with time reversed.
+
+    left, right: [Q, heads, P], dy and x; weight: [heads, Q]; state: [heads, P, N]; other, out: [Q, N].
+    """
+    Q, heads = other.shape[0], dt.shape[0]
+
+    def head(r, found):
+        scores, past = found
+        a, b = left[:, r, :], right[:, r, :]
+        dt_r = dt[r, :][:, None] if reverse else dt[r, :][None, :]
+        scores += dot(a, b, trans_b=True) * weights(whole[r, :], rest[r, :], documents[...], reverse) * dt_r
+        past += dot((a * weight[r, :][:, None]).astype(a.dtype), state[r])
+        return scores, past
+
+    zeros = jnp.zeros((Q, Q), dt.dtype), jnp.zeros(other.shape, dt.dtype)
+    scores, past = lax.fori_loop(0, heads, head, zeros)
+    out[...] = past + dot(scores.astype(other.dtype), other[...])
+
+
+def tokens(x, dt, B, C, before, d: Decays, dy, dh, interpret: bool) -> tuple[Array, Array, Array]:
+    """dx, and the gradients of dt and of the log decays, `[B, H, M, Q]`."""
+    rows, _, H, P = x.shape
     G, N = B.shape[2:]
-    Q = d.whole.shape[-1]
-    M = L // Q
-    heads = H // G
-    while heads % 2 == 0 and rows * M * (H // heads) < PROGRAMS:
-        heads //= 2
-    f = dt.dtype
-    per_head = pl.BlockSpec((None, Q, heads, P), lambda h, m, b: (b, m, h, 0))
-    per_group = pl.BlockSpec((None, Q, None, N), lambda h, m, b: (b, m, h * heads * G // H, 0))
-    per_token = pl.BlockSpec((None, heads, None, Q), lambda h, m, b: (b, h, m, 0))
-    per_chunk = pl.BlockSpec((None, heads, None), lambda h, m, b: (b, h, m))
-    state = pl.BlockSpec((None, None, heads, P, N), lambda h, m, b: (b, m, h, 0, 0))
+    M, Q = d.whole.shape[2:]
+    head = pl.BlockSpec((None, Q, None, P), lambda h, m, b: (b, m, h, 0))
+    group = pl.BlockSpec((None, Q, None, N), lambda h, m, b: (b, m, h * G // H, 0))
+    token = pl.BlockSpec((None, None, None, Q), lambda h, m, b: (b, h, m, 0))
+    chunk = pl.BlockSpec((None, None, None), lambda h, m, b: (b, h, m))
+    state = pl.BlockSpec((None, None, None, P, N), lambda h, m, b: (b, m, h, 0, 0))
     documents = pl.BlockSpec((None, None, Q), lambda h, m, b: (b, m, 0))
-    shared = pl.BlockSpec((None, Q, None, N), lambda h, m, b: (b, m, h, 0))
-    token_shape = jax.ShapeDtypeStruct(dt.shape, f)
-    shared_shape = jax.ShapeDtypeStruct((rows, L, H // heads, N), f)
-    dx, dB, dC, d_dt, d_inner, d_to_token, d_to_end, d_total = pl.pallas_call(
-        gradients_kernel,
-        grid=(H // heads, M, rows),
-        in_specs=[
-            per_head,
-            *[per_group] * 2,
-            per_token,
-            state,
-            *[per_token] * 4,
-            per_chunk,
-            documents,
-            per_head,
-            state,
-        ],
-        out_specs=[per_head, shared, shared, *[per_token] * 4, per_chunk],
+    dx, d_dt, d_inner, d_to_token, d_to_end, d_total = pl.pallas_call(
+        tokens_kernel,
+        grid=(H, M, rows),
+        in_specs=[head, group, group, token, state, *[token] * 4, chunk, documents, head, state],
+        out_specs=[head, *[token] * 4, chunk],
         out_shape=[
             jax.ShapeDtypeStruct(x.shape, x.dtype),
-            *[shared_shape] * 2,
-            *[token_shape] * 4,
-            jax.ShapeDtypeStruct((rows, H, M), f),
+            *[jax.ShapeDtypeStruct(dt.shape, dt.dtype)] * 4,
+            jax.ShapeDtypeStruct(d.total.shape, dt.dtype),
         ],
-        compiler_params=params("gradients"),
+        compiler_params=params("tokens"),
         interpret=interpret,
-        name="ssd_gradients",
+        name="ssd_tokens",
     )(x, B, C, dt, before, d.whole, d.rest, d.to_token, d.to_end, jnp.exp(d.total), d.documents, dy, dh)
+    da = d_inner + sums(d_to_token, jnp.tri(Q).T) + sums(d_to_end, jnp.tri(Q, k=-1)) + d_total[..., None]
+    return dx, d_dt, da
 
-    order = jnp.tri(Q, dtype=bool)
-    da = d_inner + sums(d_to_token, order.T) + sums(d_to_end, jnp.tri(Q, k=-1)) + d_total[..., None]
-    dB, dC = (leaf.reshape(rows, L, G, -1, N).sum(axis=3) for leaf in (dB, dC))
-    return dx, d_dt, da, dB, dC
+
+def maps(left, right, weight, state, other, dt, d: Decays, reverse: bool, interpret: bool) -> Array:
+    """The gradient of C, or in reverse of B, `[B, L, G, N]`."""
+    rows, L, H, P = left.shape
+    G, N = other.shape[2:]
+    M, Q = d.whole.shape[2:]
+    n = H // G
+    while n % 2 == 0 and rows * M * (H // n) < MAPS:
+        n //= 2
+    heads = pl.BlockSpec((None, Q, n, P), lambda h, m, b: (b, m, h, 0))
+    group = pl.BlockSpec((None, Q, None, N), lambda h, m, b: (b, m, h * n * G // H, 0))
+    token = pl.BlockSpec((None, n, None, Q), lambda h, m, b: (b, h, m, 0))
+    out = pl.pallas_call(
+        partial(maps_kernel, reverse=reverse),
+        grid=(H // n, M, rows),
+        in_specs=[
+            heads,
+            heads,
+            token,
+            pl.BlockSpec((None, None, n, P, N), lambda h, m, b: (b, m, h, 0, 0)),
+            group,
+            *[token] * 3,
+            pl.BlockSpec((None, None, Q), lambda h, m, b: (b, m, 0)),
+        ],
+        out_specs=pl.BlockSpec((None, Q, None, N), lambda h, m, b: (b, m, h, 0)),
+        out_shape=jax.ShapeDtypeStruct((rows, L, H // n, N), dt.dtype),
+        compiler_params=params("maps"),
+        interpret=interpret,
+        name="ssd_maps",
+    )(left, right, weight, state, other, dt, d.whole, d.rest, d.documents)
+    return out.reshape(rows, L, G, -1, N).sum(axis=3).astype(other.dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(7, 8))
@@ -281,19 +312,24 @@ def flat(leaf: Array) -> Array:
 
 def fused_forward(x, dt, a, B, C, h0, opens, chunk, interpret):
     d = decays(a, opens)
-    before, h = states(x, B, flat(dt * d.to_end), d.total, h0, chunk, False, interpret)
+    starts = segment_starts(x, B, flat(dt * d.to_end), d.total, h0, chunk, False, interpret)
+    before, h = states(x, B, flat(dt * d.to_end), d.total, starts, chunk, False, interpret)
     y = outputs(x, dt, B, C, before, d, interpret)
-    return (y, h), (x, dt, a, B, C, h0, opens)
+    return (y, h), (x, dt, a, B, C, opens, starts)
 
 
 def fused_backward(chunk, interpret, saved, g):
-    x, dt, a, B, C, h0, opens = saved
+    x, dt, a, B, C, opens, starts = saved
     dy, dh = g
     d = decays(a, opens)
-    before, _ = states(x, B, flat(dt * d.to_end), d.total, h0, chunk, False, interpret)
-    after, dh0 = states(dy, C, flat(d.to_token), d.total, dh, chunk, True, interpret)
-    dx, d_dt, da, dB, dC = gradients(x, dt, B, C, before, d, dy, after, interpret)
-    return dx, d_dt, da, dB.astype(B.dtype), dC.astype(C.dtype), dh0, None
+    by_end, by_token = dt * d.to_end, d.to_token
+    before, _ = states(x, B, flat(by_end), d.total, starts, chunk, False, interpret)
+    ends = segment_starts(dy, C, flat(by_token), d.total, dh, chunk, True, interpret)
+    after, dh0 = states(dy, C, flat(by_token), d.total, ends, chunk, True, interpret)
+    dx, d_dt, da = tokens(x, dt, B, C, before, d, dy, after, interpret)
+    dC = maps(dy, x, by_token, before, B, dt, d, False, interpret)
+    dB = maps(x, dy, by_end, after, C, dt, d, True, interpret)
+    return dx, d_dt, da, dB, dC, dh0, None
 
 
 fused.defvjp(fused_forward, fused_backward)

@@ -1,8 +1,8 @@
 """Mamba-2's matrix form in kernels for NVIDIA GPUs: the Q^2 weights of a chunk live and die on the chip.
 
-Three kernels, and small sums around them. `states` carries a state over the chunks of a segment; all segments run at
-once, and a first pass without outputs finds the state that each begins with. `outputs` and `gradients` take a chunk
-each, given the states around it. Letters as in model/ops/ssd.py.
+Four kernels, and small sums around them. `states` carries a state over the chunks of a segment; all segments run at
+once, and a first pass without outputs finds the state that each begins with. The others take a chunk each, given the
+states around it: `outputs`, and for the gradient `tokens` and `maps`. Letters as in model/ops/ssd.py.
 """
 
 import math
@@ -23,19 +23,13 @@ from model.ops.ssd import FORGET, carry, cut, parts, sums
 Array = jax.Array
 
 PROGRAMS = 512  # enough to fill a large GPU
-MAPS = 1024  # programs that `maps` is shared out to
-PARAMS = {  # (warps, stages), the fastest of those tried on an H200
-    "states": (4, 3),
-    "outputs": (4, 1),
-    "tokens": (4, 1),
-    "maps": (8, 3),
+PARAMS = {  # warps and stages: the fastest of those tried on an H200
+    "states": triton.CompilerParams(num_warps=4, num_stages=4),
+    "outputs": triton.CompilerParams(num_warps=4, num_stages=1),
+    "tokens": triton.CompilerParams(num_warps=4, num_stages=1),
+    "maps": triton.CompilerParams(num_warps=4, num_stages=2),
 }
 ROWS, HEADS = ("data", "fsdp"), ("tensor",)  # the mesh axes that share out batch and heads
-
-
-def params(kernel: str) -> triton.CompilerParams:
-    warps, stages = PARAMS[kernel]
-    return triton.CompilerParams(num_warps=warps, num_stages=stages)
 
 
 class Decays(NamedTuple):
@@ -58,6 +52,30 @@ def decays(a: Array, opens: Array) -> Decays:
     to_end = (whole[..., -1:] - whole) + (rest[..., -1:] - rest)
     to_end = jnp.where(here == here[..., -1:], to_end, FORGET)
     return Decays(whole, rest, jnp.exp(to_token), jnp.exp(to_end), documents, to_token[..., -1])
+
+
+class Blocks(NamedTuple):
+    """What a program of the grid (heads, chunks, rows) sees of arrays, by their shape."""
+
+    head: pl.BlockSpec  # [B, L, H, P]
+    group: pl.BlockSpec  # [B, L, G, N]
+    token: pl.BlockSpec  # [B, H, M, Q]
+    chunk: pl.BlockSpec  # [B, H, M]
+    state: pl.BlockSpec  # [B, M, H, P, N]
+    documents: pl.BlockSpec  # [B, M, Q]
+
+
+def blocks(x: Array, k: Array, chunk: int, heads: int | None = None) -> Blocks:
+    """One chunk and one head, whose axis is left out, or several heads of a group."""
+    (H, P), (G, N), Q, n = x.shape[2:], k.shape[2:], chunk, heads
+    return Blocks(
+        head=pl.BlockSpec((None, Q, n, P), lambda h, m, b: (b, m, h, 0)),
+        group=pl.BlockSpec((None, Q, None, N), lambda h, m, b: (b, m, h * (n or 1) * G // H, 0)),
+        token=pl.BlockSpec((None, n, None, Q), lambda h, m, b: (b, h, m, 0)),
+        chunk=pl.BlockSpec((None, n, None), lambda h, m, b: (b, h, m)),
+        state=pl.BlockSpec((None, None, n, P, N), lambda h, m, b: (b, m, h, 0, 0)),
+        documents=pl.BlockSpec((None, None, Q), lambda h, m, b: (b, m, 0)),
+    )
 
 
 def states_kernel(x, k, weight, decay, start, *out, chunk: int, reverse: bool):
@@ -109,7 +127,7 @@ def carry_states(
         ],
         out_specs=specs,
         out_shape=shapes,
-        compiler_params=params("states"),
+        compiler_params=PARAMS["states"],
         interpret=interpret,
         name="ssd_states",
     )(x, k, weight, jnp.exp(total), starts)
@@ -163,29 +181,15 @@ def sides(n: int) -> tuple[Array, Array]:
 
 
 def outputs(x: Array, dt: Array, B: Array, C: Array, before: Array, d: Decays, interpret: bool) -> Array:
-    rows, L, H, P = x.shape
-    G, N = B.shape[2:]
-    Q = d.whole.shape[-1]
-    per_head = pl.BlockSpec((None, Q, None, P), lambda h, m, b: (b, m, h, 0))
-    per_group = pl.BlockSpec((None, Q, None, N), lambda h, m, b: (b, m, h * G // H, 0))
-    per_token = pl.BlockSpec((None, None, None, Q), lambda h, m, b: (b, h, m, 0))
+    M, Q = dt.shape[2:]
+    see = blocks(x, B, Q)
     return pl.pallas_call(
         outputs_kernel,
-        grid=(H, L // Q, rows),
-        in_specs=[
-            per_head,
-            per_group,
-            per_group,
-            per_token,
-            pl.BlockSpec((None, None, None, P, N), lambda h, m, b: (b, m, h, 0, 0)),
-            per_token,
-            per_token,
-            per_token,
-            pl.BlockSpec((None, None, Q), lambda h, m, b: (b, m, 0)),
-        ],
-        out_specs=per_head,
+        grid=(x.shape[2], M, x.shape[0]),
+        in_specs=[see.head, see.group, see.group, see.token, see.state, *[see.token] * 3, see.documents],
+        out_specs=see.head,
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        compiler_params=params("outputs"),
+        compiler_params=PARAMS["outputs"],
         interpret=interpret,
         name="ssd_outputs",
     )(x, B, C, dt, before, d.whole, d.rest, d.to_token, d.documents)
@@ -239,26 +243,20 @@ def maps_kernel(left, right, weight, state, other, dt, whole, rest, documents, o
 
 def tokens(x, dt, B, C, before, d: Decays, dy, dh, interpret: bool) -> tuple[Array, Array, Array]:
     """dx, and the gradients of dt and of the log decays, `[B, H, M, Q]`."""
-    rows, _, H, P = x.shape
-    G, N = B.shape[2:]
-    M, Q = d.whole.shape[2:]
-    head = pl.BlockSpec((None, Q, None, P), lambda h, m, b: (b, m, h, 0))
-    group = pl.BlockSpec((None, Q, None, N), lambda h, m, b: (b, m, h * G // H, 0))
-    token = pl.BlockSpec((None, None, None, Q), lambda h, m, b: (b, h, m, 0))
-    chunk = pl.BlockSpec((None, None, None), lambda h, m, b: (b, h, m))
-    state = pl.BlockSpec((None, None, None, P, N), lambda h, m, b: (b, m, h, 0, 0))
-    documents = pl.BlockSpec((None, None, Q), lambda h, m, b: (b, m, 0))
+    M, Q = dt.shape[2:]
+    see = blocks(x, B, Q)
+    made = [(see.head, x), *[(see.token, dt)] * 4, (see.chunk, d.total)]
     dx, d_dt, d_inner, d_to_token, d_to_end, d_total = pl.pallas_call(
         tokens_kernel,
-        grid=(H, M, rows),
-        in_specs=[head, group, group, token, state, *[token] * 4, chunk, documents, head, state],
-        out_specs=[head, *[token] * 4, chunk],
-        out_shape=[
-            jax.ShapeDtypeStruct(x.shape, x.dtype),
-            *[jax.ShapeDtypeStruct(dt.shape, dt.dtype)] * 4,
-            jax.ShapeDtypeStruct(d.total.shape, dt.dtype),
+        grid=(x.shape[2], M, x.shape[0]),
+        in_specs=[
+            *[see.head, see.group, see.group, see.token, see.state],
+            *[see.token] * 4,
+            *[see.chunk, see.documents, see.head, see.state],
         ],
-        compiler_params=params("tokens"),
+        out_specs=[block for block, _ in made],
+        out_shape=[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for _, leaf in made],
+        compiler_params=PARAMS["tokens"],
         interpret=interpret,
         name="ssd_tokens",
     )(x, B, C, dt, before, d.whole, d.rest, d.to_token, d.to_end, jnp.exp(d.total), d.documents, dy, dh)
@@ -268,30 +266,18 @@ def tokens(x, dt, B, C, before, d: Decays, dy, dh, interpret: bool) -> tuple[Arr
 
 def maps(left, right, weight, state, other, dt, d: Decays, reverse: bool, interpret: bool) -> Array:
     """The gradient of C, or in reverse of B, `[B, L, G, N]`."""
-    rows, L, H, P = left.shape
-    G, N = other.shape[2:]
-    M, Q = d.whole.shape[2:]
-    n = H // G
-    while n % 2 == 0 and rows * M * (H // n) < MAPS:
-        n //= 2
-    heads = pl.BlockSpec((None, Q, n, P), lambda h, m, b: (b, m, h, 0))
-    group = pl.BlockSpec((None, Q, None, N), lambda h, m, b: (b, m, h * n * G // H, 0))
-    token = pl.BlockSpec((None, n, None, Q), lambda h, m, b: (b, h, m, 0))
+    (rows, L, H, _), (G, N), (M, Q) = left.shape, other.shape[2:], dt.shape[2:]
+    heads = H // G
+    while heads % 2 == 0 and rows * M * (H // heads) < PROGRAMS:
+        heads //= 2
+    see = blocks(left, other, Q, heads)
     out = pl.pallas_call(
         partial(maps_kernel, reverse=reverse),
-        grid=(H // n, M, rows),
-        in_specs=[
-            heads,
-            heads,
-            token,
-            pl.BlockSpec((None, None, n, P, N), lambda h, m, b: (b, m, h, 0, 0)),
-            group,
-            *[token] * 3,
-            pl.BlockSpec((None, None, Q), lambda h, m, b: (b, m, 0)),
-        ],
+        grid=(H // heads, M, rows),
+        in_specs=[see.head, see.head, see.token, see.state, see.group, *[see.token] * 3, see.documents],
         out_specs=pl.BlockSpec((None, Q, None, N), lambda h, m, b: (b, m, h, 0)),
-        out_shape=jax.ShapeDtypeStruct((rows, L, H // n, N), dt.dtype),
-        compiler_params=params("maps"),
+        out_shape=jax.ShapeDtypeStruct((rows, L, H // heads, N), dt.dtype),
+        compiler_params=PARAMS["maps"],
         interpret=interpret,
         name="ssd_maps",
     )(left, right, weight, state, other, dt, d.whole, d.rest, d.documents)

@@ -22,7 +22,7 @@ from model.ops.ssd import FORGET, carry, cut, parts, sums
 
 Array = jax.Array
 
-PROGRAMS = 512  # enough to fill a large GPU
+PROGRAMS = 256  # enough to fill a large GPU
 PARAMS = {  # warps and stages: the fastest of those tried on an H200
     "states": triton.CompilerParams(num_warps=4, num_stages=4),
     "outputs": triton.CompilerParams(num_warps=4, num_stages=1),
@@ -43,9 +43,8 @@ class Decays(NamedTuple):
     total: Array  # log, [B, H, M]
 
 
-def decays(a: Array, opens: Array) -> Decays:
-    """a: [B, H, M, Q]; opens: [B, M, Q]."""
-    documents = jnp.cumsum(opens, axis=-1, dtype=jnp.int32)
+def decays(a: Array, documents: Array) -> Decays:
+    """a: [B, H, M, Q]; documents: [B, M, Q]."""
     here = documents[:, None]
     whole, rest = sums(jnp.stack(parts(a)), jnp.tri(a.shape[-1]))
     to_token = jnp.where(here == 0, whole + rest, FORGET)
@@ -286,28 +285,28 @@ def maps(left, right, weight, state, other, dt, d: Decays, reverse: bool, interp
 
 @partial(jax.custom_vjp, nondiff_argnums=(7, 8))
 def fused(
-    x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, opens: Array, chunk: int, interpret: bool = False
+    x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, documents: Array, chunk: int, interpret: bool = False
 ) -> tuple[Array, Array]:
-    """As `fused_ssd`, for whole chunks: dt, a: [B, H, M, Q]; opens: [B, M, Q]."""
-    return fused_forward(x, dt, a, B, C, h0, opens, chunk, interpret)[0]
+    """As `fused_ssd`, for whole chunks: dt, a: [B, H, M, Q]; documents: [B, M, Q], begun in the chunk so far."""
+    return fused_forward(x, dt, a, B, C, h0, documents, chunk, interpret)[0]
 
 
 def flat(leaf: Array) -> Array:
     return leaf.reshape(*leaf.shape[:2], -1)
 
 
-def fused_forward(x, dt, a, B, C, h0, opens, chunk, interpret):
-    d = decays(a, opens)
+def fused_forward(x, dt, a, B, C, h0, documents, chunk, interpret):
+    d = decays(a, documents)
     starts = segment_starts(x, B, flat(dt * d.to_end), d.total, h0, chunk, False, interpret)
     before, h = states(x, B, flat(dt * d.to_end), d.total, starts, chunk, False, interpret)
     y = outputs(x, dt, B, C, before, d, interpret)
-    return (y, h), (x, dt, a, B, C, opens, starts)
+    return (y, h), (x, dt, a, B, C, documents, starts)
 
 
 def fused_backward(chunk, interpret, saved, g):
-    x, dt, a, B, C, opens, starts = saved
+    x, dt, a, B, C, documents, starts = saved
     dy, dh = g
-    d = decays(a, opens)
+    d = decays(a, documents)
     by_end, by_token = dt * d.to_end, d.to_token
     before, _ = states(x, B, flat(by_end), d.total, starts, chunk, False, interpret)
     ends = segment_starts(dy, C, flat(by_token), d.total, dh, chunk, True, interpret)
@@ -358,11 +357,13 @@ def fused_ssd(
 ) -> tuple[Array, Array]:
     """Outputs and last state, as `ssd` has them."""
     rows, L, heads = x.shape[:3]
-    if opens is None:
-        opens = jnp.zeros((rows, L), bool)
     # Filled up with steps of size 0, which leave a state as it was.
     dt, a = (cut(jnp.moveaxis(leaf, 2, 1), chunk, axis=2) for leaf in (dt, a))
     x, B, C = (cut(leaf, chunk).reshape(rows, -1, *leaf.shape[2:]) for leaf in (x, B, C))
+    if opens is None:
+        documents = jnp.zeros((rows, *dt.shape[2:]), jnp.int32)
+    else:
+        documents = jnp.cumsum(cut(opens, chunk), axis=-1, dtype=jnp.int32)
     run = on_each_device(partial(fused, chunk=chunk, interpret=interpret), rows, heads, B.shape[2])
-    y, h = run(x, dt, a, B, C, h0, cut(opens, chunk))
+    y, h = run(x, dt, a, B, C, h0, documents)
     return y[:, :L], h

@@ -8,9 +8,10 @@ import pytest
 from model.errors import UserError
 from model.mixers.mamba2 import Mamba2
 from model.mixers.rwkv import wkv
-from model.mixers.rwkv6 import RWKV6, wkv6
+from model.mixers.rwkv6 import RWKV6
 from model.ops import ssd as op
 from model.ops.ssd import gaps, spans, ssd
+from model.ops.wkv import wkv6
 from tests import zoo
 
 B, H, P, G, N = 2, 4, 3, 2, 5
@@ -174,7 +175,42 @@ def test_matrix_valued_states(float64, length, cut):
     tokens = (B, length, 3, 4)
     arrays = normal(r=tokens, k=tokens, v=tokens, w=tokens, u=(3, 4), h0=(B, 3, 4, 4))
     arrays["w"] = -jnp.exp(3 * arrays["w"])  # from hardly to wholly forgotten
-    assert_same(*both(lambda **arrays: wkv6(**arrays, keep=keep), arrays), within=1e-10)
+    assert_same(*both(lambda **arrays: wkv6(**arrays, keep=keep), arrays), within=1e-12)
+
+
+@pytest.mark.parametrize(("x64", "within"), [(True, 1e-12), (False, 1e-5)], ids=["float64", "float32"])
+@pytest.mark.parametrize("length", [7, 100])
+def test_heads_of_any_decay(length, x64, within):
+    """Hardly any, strong, of all sizes, and with channels that forget by themselves; each head against itself."""
+    heads, channels = 4, 5
+
+    def head(tree, i):
+        return [np.take(np.asarray(x), i, axis=x.shape.index(heads)) for x in jax.tree.leaves(tree)]
+
+    with jax.enable_x64(x64):
+        tokens = (B, length, heads, channels)
+        arrays = normal(r=tokens, k=tokens, v=tokens, w=tokens, u=tokens[2:], h0=(B, heads, channels, channels))
+        w = -jnp.exp(3 * arrays["w"])
+        w = w.at[:, :, 0].set(-1e-4).at[:, :, 1].set(-30).at[:, 3::10, 2, ::2].set(op.FORGET)
+        keep = cuts(length).at[:, 5].set(jnp.asarray([True, False]))
+        slow, fast = both(lambda **arrays: wkv6(**arrays, keep=keep), arrays | dict(w=w))
+    for i in range(heads):
+        for a, b in zip(head(slow, i), head(fast, i), strict=True):
+            assert np.isfinite(b).all() and zoo.far(b, a) < within
+
+
+def test_memory_is_that_of_chunks_and_not_of_matrices():
+    L, heads, channels = 2048, 2, 32
+    tokens = jnp.zeros((1, L, heads, channels))
+
+    def objective(r, k, v, w, u, h0):
+        return sum(jnp.sum(x**2) for x in wkv6(r, k, v, w, u, h0, implementation="chunked"))
+
+    step = jax.jit(jax.grad(objective, argnums=range(6)))
+    compiled = step.lower(
+        *[tokens] * 4, jnp.zeros((heads, channels)), jnp.zeros((1, heads, channels, channels))
+    ).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.4 * channels * tokens.nbytes
 
 
 @pytest.mark.parametrize("implementation", ["sequential", "chunked"])

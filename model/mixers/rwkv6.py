@@ -6,79 +6,16 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from model.contract import Context, Mixer, State, wide
-from model.errors import UserError, choose
+from model.errors import UserError
 from model.layers import check_divides, dense
 from model.mixers.mamba import uniform
 from model.mixers.rwkv import spread, token_shift
 from model.ops.conv import conv_tail
-from model.ops.ssd import FORGET
+from model.ops.wkv import wkv6
 
 Array = jax.Array
-CHUNK = 64  # tokens whose states the backward pass holds at once
-
-
-def tokens_first(*arrays: Array) -> tuple[Array, ...]:
-    return tuple(jnp.swapaxes(x, 0, 1) for x in arrays)
-
-
-def step(h: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
-    """`y_t = r_t h_{t-1}`, `h_t = diag(e^{w_t}) h_{t-1} + k_t^T v_t`."""
-    r, k, v, w = token
-    y = jnp.einsum("bhk,bhkv->bhv", r, h)
-    return jnp.exp(w)[..., None] * h + k[..., None] * v[..., None, :], y
-
-
-def wkv6_sequential(r: Array, k: Array, v: Array, w: Array, h0: Array) -> tuple[Array, Array]:
-    """One token after another."""
-    h, y = lax.scan(step, h0, tokens_first(*(x.astype(w.dtype) for x in (r, k, v, w))))
-    return jnp.swapaxes(y, 0, 1), h
-
-
-def wkv6_chunked(r: Array, k: Array, v: Array, w: Array, h0: Array) -> tuple[Array, Array]:
-    """One token after another; the backward pass recomputes the states of one chunk at a time."""
-    B, L = v.shape[:2]
-    n = -(-L // CHUNK)
-
-    def chunks(x):  # a filled step has k = 0 and w = 0, which leaves the state
-        x = jnp.pad(x.astype(w.dtype), [(0, 0), (0, n * CHUNK - L), (0, 0), (0, 0)])
-        return jnp.moveaxis(x.reshape(B, n, CHUNK, *x.shape[2:]), 0, 2)  # [n, CHUNK, B, H, K]
-
-    inner = jax.checkpoint(lambda h, tokens: lax.scan(step, h, tokens), prevent_cse=False)
-    h, y = lax.scan(inner, h0, tuple(map(chunks, (r, k, v, w))))
-    return jnp.moveaxis(y.reshape(n * CHUNK, *y.shape[2:])[:L], 0, 1), h
-
-
-IMPLEMENTATIONS = {"sequential": wkv6_sequential, "chunked": wkv6_chunked}
-
-
-def wkv6(
-    r: Array,
-    k: Array,
-    v: Array,
-    w: Array,
-    u: Array,
-    h0: Array,
-    keep: Array | None = None,
-    *,
-    implementation: str | None = None,
-) -> tuple[Array, Array]:
-    """`y_t = r_t (keep_t h_{t-1} + diag(u) k_t^T v_t)` and `h_t = keep_t diag(e^{w_t}) h_{t-1} + k_t^T v_t`, both wide.
-
-    r, k, v, w: [B, L, H, K], w negative and wide; u: [H, K]; h0: [B, H, K, K]; keep: [B, L], false where the past is
-    forgotten. A step with k = 0 and w = 0 leaves the state as it was.
-    """
-    if implementation is None:
-        implementation = "sequential" if v.shape[1] == 1 else "chunked"
-    run = choose("wkv6 implementation", implementation, IMPLEMENTATIONS)
-    now = jnp.sum(r.astype(w.dtype) * k * u, axis=-1, keepdims=True) * v
-    if keep is not None:
-        keep = keep[..., None, None]
-        r, w = jnp.where(keep, r, 0), jnp.where(keep, w, FORGET)
-    y, h = run(r, k, v, w, h0)
-    return y + now, h
 
 
 def steps(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:

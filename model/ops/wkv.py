@@ -1,0 +1,116 @@
+"""RWKV-6's recurrence (https://arxiv.org/abs/2404.05892), as a loop and as matrix products.
+
+    y_t = r_t (keep_t h_{t-1} + diag(u) k_t^T v_t)        h_t = keep_t diag(e^{w_t}) h_{t-1} + k_t^T v_t
+
+Letters beside the project's own: Q tokens of a block, M blocks of a chunk. Every channel decays by itself, so the decay
+between two tokens enters a matrix product as two factors: the earlier token's, up to a boundary between them, and the
+later one's, from there. Neither exceeds 1, and nothing is divided by a decay. Gated Linear Attention
+(https://arxiv.org/abs/2312.06635) does so between blocks; halves of halves give all pairs in a block a boundary too.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from model.errors import choose
+from model.ops.ssd import FORGET, cut
+
+Array = jax.Array
+BLOCK = 16  # Q: tokens that meet in pairs
+CHUNK = 64  # tokens whose products the backward pass holds at once
+
+einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+def sequential(r: Array, k: Array, v: Array, w: Array, h0: Array) -> tuple[Array, Array]:
+    """One token after another: the definition."""
+
+    def step(h, token):
+        r, k, v, w = token
+        y = einsum("bhk,bhkv->bhv", r, h)
+        return jnp.exp(w)[..., None] * h + k[..., None] * v[..., None, :], y
+
+    h, y = lax.scan(step, h0, tuple(jnp.swapaxes(x, 0, 1) for x in (r, k, v, w)))
+    return jnp.swapaxes(y, 0, 1), h
+
+
+def meetings(Q: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which tokens lie between each token and a boundary, `[n+2, Q, Q]`, and which pairs meet there, `[n, Q, Q]`.
+
+    In n rounds stretches of 1, 2, 4, ... tokens are joined in twos; the tokens of the second meet those of the first,
+    so every pair meets once. The last two boundaries are the block's start and end, where it meets other blocks.
+    """
+    t = np.arange(Q)
+    half = 2 ** np.arange((Q - 1).bit_length())[:, None]
+    joined, second = t // (2 * half), t // half % 2 == 1
+    boundary = (2 * joined + 1) * half
+    start = np.stack([*np.where(second, boundary, t + 1), np.zeros_like(t), t + 1])
+    end = np.stack([*np.where(second, t, boundary), t, np.full_like(t, Q)])
+    inside = (start[..., None] <= t) & (t < end[..., None])
+    return inside, (joined[..., None] == joined[:, None]) & second[..., None] & ~second[:, None]
+
+
+def run_chunk(h: Array, tokens: tuple[Array, ...]) -> tuple[Array, Array]:
+    """The state after a chunk and its outputs; h: [B, H, K, K], tokens: r, k, v, w, each [B, H, M, Q, K]."""
+    r, k, v, w = tokens
+    inside, meets = meetings(w.shape[3])
+    # Every sum is added up by itself: differences of running sums would lose all else beside a FORGET.
+    *to_boundary, to_token, to_end = jnp.exp(einsum("nij,bhmjk->nbhmik", inside.astype(w.dtype), w))
+    weights = sum(
+        jnp.where(pairs, einsum("bhmik,bhmjk->bhmij", r * decay, k * decay), 0)
+        for pairs, decay in zip(meets, to_boundary, strict=True)
+    )
+    added = einsum("bhmjk,bhmjv->bhmkv", k * to_end, v)
+    total = jnp.exp(jnp.sum(w, axis=3))[..., None]
+    before = []  # each block, the state it reads
+    for m in range(w.shape[2]):
+        before.append(h)
+        h = total[:, :, m] * h + added[:, :, m]
+    past = einsum("bhmik,bhmkv->bhmiv", r * to_token, jnp.stack(before, axis=2))
+    return h, past + einsum("bhmij,bhmjv->bhmiv", weights, v)
+
+
+def chunked(r: Array, k: Array, v: Array, w: Array, h0: Array) -> tuple[Array, Array]:
+    """Products within a chunk, one chunk after another; the backward pass recomputes one at a time."""
+    B, L, H, K = v.shape
+    M = -(-min(L, CHUNK) // BLOCK)
+
+    def chunks(x):  # a filled step has k = 0 and w = 0, which leaves the state as it was
+        return jnp.transpose(cut(cut(x, M * BLOCK), BLOCK, axis=2), (1, 0, 4, 2, 3, 5))  # [n, B, H, M, Q, K]
+
+    h, y = lax.scan(jax.checkpoint(run_chunk, prevent_cse=False), h0, tuple(map(chunks, (r, k, v, w))))
+    return jnp.transpose(y, (1, 0, 3, 4, 2, 5)).reshape(B, -1, H, K)[:, :L], h
+
+
+IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked}
+
+
+def wkv6(
+    r: Array,
+    k: Array,
+    v: Array,
+    w: Array,
+    u: Array,
+    h0: Array,
+    keep: Array | None = None,
+    *,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    """Outputs `[B, L, H, K]` and the last state, both wide.
+
+    r, k, v, w: [B, L, H, K], w negative and wide; u: [H, K]; h0: [B, H, K, K]; keep: [B, L], false where the past is
+    forgotten. A step with k = 0 and w = 0 leaves the state as it was.
+    """
+    if implementation is None:
+        implementation = "sequential" if v.shape[1] == 1 else "chunked"
+    run = choose("wkv6 implementation", implementation, IMPLEMENTATIONS)
+    r, k, v = (x.astype(w.dtype) for x in (r, k, v))
+    now = jnp.sum(r * k * u, axis=-1, keepdims=True) * v
+    if keep is not None:
+        keep = keep[..., None, None]
+        r, w = jnp.where(keep, r, 0), jnp.where(keep, w, FORGET)
+    y, h = run(r, k, v, w, h0)
+    return y + now, h

@@ -53,6 +53,7 @@ def stacked(mixers: list[str]) -> list[tuple[str, str]]:
     return [("model.mixers", ",".join(mixers)), ("model.layers", str(len(mixers))), ("model.position", "none")]
 
 
+@pytest.mark.usefixtures("quick_draws")
 @pytest.mark.parametrize("mixers", STACKS, ids="+".join)
 def test_sharding_changes_nothing_but_rounding(mixers):
     choice = stacked(mixers)
@@ -235,6 +236,7 @@ def test_resuming_on_other_data(tmp_path):
         train(config, str(tmp_path / "run"))
 
 
+@pytest.mark.usefixtures("quick_draws")
 @pytest.mark.parametrize("mixers", STACKS, ids="+".join)
 def test_a_classifier_trains_on_padded_documents(mixers):
     choice = stacked(mixers)

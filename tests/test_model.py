@@ -32,6 +32,7 @@ def run(model, variables, tokens, **inputs):
     return jax.jit(lambda v, t, i: model.apply(v, t, **i, **static))(variables, tokens, inputs)
 
 
+pytestmark = pytest.mark.usefixtures("quick_draws")
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 20, (2, 12)), jnp.int32)
 
 

@@ -13,7 +13,8 @@ STEPS = 100
 
 
 def command(workdir) -> list[str]:
-    settings = dict(steps=STEPS, checkpoint_every=2, eval_every=25, eval_batches=1, **{"model.width": 16})
+    small = {"batch_size": 4, "eval_batches": 1, "model.width": 16, "data.mqar.length": 16}
+    settings = dict(steps=STEPS, checkpoint_every=2, eval_every=25, **small)
     overrides = [f"--config.{key}={value}" for key, value in settings.items()]
     return ["train", "--config=configs/debug.py", f"--workdir={workdir}", *overrides]
 

@@ -1,6 +1,6 @@
 """Every mixer in the zoo at test size, and how the laws call one."""
 
-from functools import cache
+from functools import cache, lru_cache
 
 import flax.linen as nn
 import jax
@@ -16,6 +16,7 @@ from model.positions import POSITIONS
 from tests.draws import HASH
 
 WIDTH = 16
+FEW = 8  # functions kept compiled: the laws of one mixer follow each other, and then it is done with
 
 # Settings worth a law of their own, besides every mixer's defaults. `reference` names the slow, obvious form.
 VARIANTS = {
@@ -129,12 +130,12 @@ def moved(mixer: Mixer):
     return jax.tree.map(lambda x: jnp.asarray(x + 0.1 * noise.normal(size=x.shape), x.dtype), jax.device_get(made))
 
 
-@cache
+@lru_cache(FEW)
 def apply(mixer: Mixer):
     return jax.jit(mixer.apply)
 
 
-@cache
+@lru_cache(FEW)
 def gradient(mixer: Mixer):
     """Gradients of a weighted sum of the outputs, by the parameters and by the inputs; and the outputs."""
 

@@ -1,5 +1,6 @@
 """Eight forced host devices for every test, a compilation cache shared by all workers, and a small text."""
 
+import functools
 import gc
 import os
 import tempfile
@@ -17,8 +18,26 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 gc.set_threshold(200_000, 50, 1000)  # tracing makes many objects and few cycles
 
 
+def pytest_collection_modifyitems(items):
+    """The laws of one mixer come one after another: they share programs, and neighbours go to one worker."""
+    laws = [i for i, item in enumerate(items) if item.path.name == "test_laws.py"]
+    by_case = sorted((items[i] for i in laws), key=lambda item: str(item.callspec.params["case"]))
+    for i, item in zip(laws, by_case, strict=True):
+        items[i] = item
+
+
 @pytest.fixture(scope="session")
 def book(tmp_path_factory):
     path = tmp_path_factory.mktemp("book") / "book.txt"
     path.write_bytes(np.random.default_rng(1).integers(32, 127, 3000, dtype=np.uint8).tobytes())
     return path
+
+
+@pytest.fixture
+def quick_draws(monkeypatch):
+    """Models start from parameters drawn by tests.draws, where it does not matter by what."""
+    import jax  # once the environment above is set
+
+    from tests.draws import HASH
+
+    monkeypatch.setattr(jax.random, "key", functools.partial(jax.random.key, impl=HASH))

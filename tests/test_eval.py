@@ -3,8 +3,6 @@
 import functools
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import flax.linen as nn
@@ -26,6 +24,7 @@ from model import build
 from model.errors import UserError
 from model.mixers import MIXERS
 from tests import zoo
+from tests.processes import fork
 from train import config as configs
 from train import log
 from train.loop import train
@@ -430,12 +429,8 @@ def test_mistakes_end_in_one_line_and_exit_code_2(recall_run):
         (run, "--step=5"): "closest: 6",
         (run, "--tokens=5"): "suite accuracy does not take --tokens; allowed: --split",
     }
-    command = [sys.executable, "-m", "eval"]
-    started = {
-        args: subprocess.Popen([*command, *args], cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for args in cases
-    }
-    for args, process in started.items():
-        out, err = process.communicate(timeout=120)
-        assert (process.returncode, out) == (2, ""), (args, err)
-        assert err.startswith("error: ") and err.count("\n") == 1 and cases[args] in err, (args, err)
+    for args, words in cases.items():
+        command = fork("eval", *args)
+        assert (command.wait(), command.stdout) == (2, ""), (args, command.stderr)
+        err = command.stderr
+        assert err.startswith("error: ") and err.count("\n") == 1 and words in err, (args, err)

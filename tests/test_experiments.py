@@ -1,12 +1,10 @@
 """Sweeps expand to what was written, survive what befalls them, and tables say what the rows say."""
 
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,24 +14,15 @@ from experiments.layout import sheet
 from experiments.runs import Run, names, read_value, short_keys, with_argument
 from experiments.tables import TABLES, choose_scale, layout
 from model.errors import UserError
-from tests.flags import FAST
+from tests.processes import fork
 from tests.test_report import row
 
-ROOT = Path(__file__).parent.parent
 DEBUG = "configs/debug.py"
 
 
-def start(module: str, *arguments: str, **options) -> subprocess.Popen:
-    """A command as a user types it, on the plain CPU rather than the tests' forced devices."""
-    env = {**os.environ, "XLA_FLAGS": FAST}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-    return subprocess.Popen([sys.executable, "-m", module, *arguments], cwd=ROOT, env=env, **pipes)
-
-
-def call(module: str, *arguments: str) -> tuple[int, str, str]:
-    process = start(module, *arguments)
-    out, err = process.communicate()
-    return process.returncode, out, err
+def call(*words: str) -> tuple[int, str, str]:
+    process = fork(*words)
+    return process.wait(300), process.stdout, process.stderr
 
 
 def wait_until(condition, seconds: float = 60.0) -> None:
@@ -167,10 +156,9 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path):
         ("experiments.bench", "lop"): "closest: loop",
         ("experiments.list", "all"): "unexpected argument 'all'",
     }
-    processes = {case: start(*case) for case in cases}
-    for case, process in processes.items():
-        printed, told = process.communicate()
-        assert (process.returncode, printed) == (2, ""), told
+    for case in cases:
+        code, printed, told = call(*case)
+        assert (code, printed) == (2, ""), told
         assert told.count("\n") == 1, told
         assert cases[case] in told
     assert not (tmp_path / "out").exists()
@@ -278,12 +266,11 @@ def test_a_sweep_of_real_runs_is_stopped_taken_up_and_finished(tmp_path):
         "--config.steps=400",
         *TINY,
     )
-    process = start(*command, "--jobs=2", f"--out={out}")
+    process = fork(*command, "--jobs=2", f"--out={out}")
     wait_until(lambda: folders.position(out / "lr=0.001,seed=0").get("step", 0) > 5)
-    process.send_signal(signal.SIGTERM)
-    printed, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "SIGTERM" in printed
+    process.send(signal.SIGTERM)
+    assert process.wait(60) == 128 + signal.SIGTERM
+    assert "SIGTERM" in process.stdout
     stopped = folders.position(out / "lr=0.001,seed=0")["step"]
     assert stopped < 400
     assert rows.row_of(out / "lr=0.001,seed=0")["status"] == "missing"

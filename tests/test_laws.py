@@ -61,21 +61,22 @@ def test_every_combination_splits_packed_rows_or_is_refused(case):
 @pytest.mark.parametrize("case", CASES)
 def test_causality(case):
     """No output depends on a later input; in bidirectional mode, every one depends on every other in reach."""
-    x, ctx, t = zoo.inputs(1, 9), zoo.context(L=9), 4
+    t, mixer, both = 4, zoo.make(case), zoo.make(case, causal=False)
 
-    def sensitivity(mixer, variables):
-        weight = zoo.inputs(1, 9, seed=1)[:, : t + 1]
-        return jax.jit(jax.grad(lambda x: jnp.sum(mixer.apply(variables, x, ctx)[0][:, : t + 1] * weight)))(x)
+    def early(L):
+        """Weights of the outputs up to t."""
+        return zoo.inputs(2, L, seed=1).at[:, t + 1 :].set(0)
 
-    mixer = zoo.make(case)
-    size = np.abs(sensitivity(mixer, zoo.params(mixer))).sum(-1)[0]
+    (_, pull), _ = zoo.gradient(mixer)(zoo.params(mixer), zoo.inputs(2, 63), zoo.context(L=63), early(63))
+    size = np.abs(pull).sum(-1)
     # An FFT spreads rounding over the whole length; anything learned from the future would be far larger.
-    assert (size[t + 1 :] < 1e-5).all() and (size[: t + 1] > 1e-4).all()
+    assert (size[:, t + 1 :] < 1e-5).all() and (size[:, : t + 1] > 1e-4).all()
 
-    both = zoo.make(case, causal=False)
     try:
-        size = np.abs(sensitivity(both, zoo.params(both))).sum(-1)[0]
-        assert (size[: t + case[1].get("window", 9)] > 1e-4).all()
+        variables = zoo.params(both)
+        pull = jax.jit(jax.grad(lambda x: jnp.sum(both.apply(variables, x, zoo.context(L=9))[0] * early(9))))
+        size = np.abs(pull(zoo.inputs(2, 9))).sum(-1)
+        assert (size[:, : t + case[1].get("window", 9)] > 1e-4).all()
     except UserError as refusal:
         assert "causal" in str(refusal)
 
@@ -104,9 +105,12 @@ def test_segments(case, causal):
         return jnp.sum(jnp.where(real[..., None], y, 0)), y
 
     pull, packed = jax.jit(jax.grad(objective, has_aux=True))(x)
-    for document in (slice(0, 5), slice(5, 10)):
-        alone, _ = zoo.apply(mixer)(variables, x[:, document], Context())
-        np.testing.assert_allclose(packed[:, document], alone, atol=2e-5)
+    rows = jnp.concatenate([x, jnp.roll(x, -5, axis=1)])  # each document at the front of one
+    if not causal:  # else what follows a document does not reach it, and these rows are those of the split law
+        rows = rows[:, :5]
+    alone, _ = zoo.apply(mixer)(variables, rows, Context())
+    for row, document in enumerate((slice(0, 5), slice(5, 10))):
+        np.testing.assert_allclose(packed[0, document], alone[row, :5], atol=2e-5)
     assert np.isfinite(pull).all() and (np.abs(pull[~real]) < 1e-7).all()
 
 
@@ -114,14 +118,14 @@ def test_segments(case, causal):
 def test_padding_leaves_the_state(case):
     """A prompt padded at its end, then more tokens: as if the padding had not been there."""
     mixer = zoo.make(case)
-    variables, x = zoo.params(mixer), zoo.inputs(1, 8)
-    gap = jnp.concatenate([x[:, :5], zoo.inputs(1, 3, seed=9), x[:, 5:]], axis=1)
-    segments = np.asarray([[1] * 5 + [0] * 3 + [1] * 3])
+    variables, x = zoo.params(mixer), zoo.inputs(2, 12)
+    gap = jnp.concatenate([x[:, :5], zoo.inputs(2, 3, seed=9), x[:, 5:9]], axis=1)
+    segments = np.asarray([[1] * 5 + [0] * 3 + [1] * 4] * 2)
     ctx = zoo.context(segments)
-    np.testing.assert_array_equal(ctx.positions[0], [0, 1, 2, 3, 4, 0, 0, 0, 5, 6, 7])
-    whole, _ = zoo.apply(mixer)(variables, x, zoo.context(L=8))
-    split, _ = pieces(mixer, variables, gap, ctx, [8, 1, 1, 1])
-    np.testing.assert_allclose(split[:, segments[0] > 0], whole, atol=2e-5)
+    np.testing.assert_array_equal(ctx.positions[0], [0, 1, 2, 3, 4, 0, 0, 0, 5, 6, 7, 8])
+    whole, _ = zoo.apply(mixer)(variables, x, Context())
+    split, _ = pieces(mixer, variables, gap, ctx, [8, 1, 1, 1, 1])
+    np.testing.assert_allclose(split[:, segments[0] > 0], whole[:, :9], atol=2e-5)
 
 
 AWKWARD = [(case, length) for case in CASES for length in ([1, 7, 63, 100] if case in BARE else [63])]
@@ -130,31 +134,23 @@ AWKWARD = [(case, length) for case in CASES for length in ([1, 7, 63, 100] if ca
 @pytest.mark.parametrize("case, length", [pytest.param(*c.values, n, id=f"{c.id}-{n}") for c, n in AWKWARD])
 def test_truth(case, length):
     """Value and gradient equal the float64 reference: tight in float32, loose in bfloat16."""
-    variables = zoo.params(zoo.make(case))
-    weight = zoo.inputs(2, length, seed=1)
+    variables, x, weight = zoo.params(zoo.make(case)), zoo.inputs(2, 100), zoo.inputs(2, 100, seed=1)
 
-    def value_and_grad(dtype, implementation):
-        mixer = zoo.make(case, dtype=dtype, implementation=implementation)
-
-        def objective(variables, x):
-            y, _ = mixer.apply(variables, x, zoo.context(L=length))
-            return jnp.sum(y.astype(weight.dtype) * weight), y
-
-        grad = jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))
-        grads, y = grad(variables, zoo.inputs(2, length).astype(dtype))
-        return [y, *jax.tree.leaves(grads)]
+    def value_and_grads(dtype, implementation, variables, x, weight):
+        run = zoo.gradient(zoo.make(case, dtype=dtype, implementation=implementation))
+        (grads, pull), y = run(variables, x.astype(dtype), zoo.context(L=x.shape[1]), weight)
+        return [y[:, :length], pull[:, :length], *jax.tree.leaves(grads)]
 
     with jax.enable_x64(True):
-        weight = jnp.asarray(weight, jnp.float64)
-        wide = jax.tree.map(lambda v: jnp.asarray(v, jnp.float64), variables)
-        narrow, variables = variables, wide
-        truth = value_and_grad(jnp.float64, zoo.reference(case))
+        # At one length for all: what follows carries no weight, and must not reach what comes before.
+        wide = jax.tree.map(lambda v: jnp.asarray(v, jnp.float64), (variables, x, weight.at[:, length:].set(0)))
+        truth = value_and_grads(jnp.float64, zoo.reference(case), *wide)
         assert truth[0].dtype == jnp.float64
-        variables, weight = narrow, jnp.asarray(weight, jnp.float32)
     for dtype, tolerance in [(jnp.float32, 3e-5)] + [(jnp.bfloat16, 0.06)] * (length == 63):
-        for got, want in zip(value_and_grad(dtype, None), truth, strict=True):
-            assert np.isfinite(np.asarray(got, np.float64)).all()
-            assert zoo.far(got, want) < tolerance, (dtype, np.shape(got), zoo.far(got, want))
+        got = value_and_grads(dtype, None, variables, x[:, :length], weight[:, :length])
+        for one, other in zip(got, truth, strict=True):
+            assert np.isfinite(np.asarray(one, np.float64)).all()
+            assert zoo.far(one, other) < tolerance, (dtype, np.shape(one), zoo.far(one, other))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case in BARE or "window" in case.values[0][1]])

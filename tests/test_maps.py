@@ -3,8 +3,6 @@
 import functools
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +25,7 @@ from model.contract import Context
 from model.errors import UserError
 from model.layers import norm
 from model.mixers import MIXERS
+from tests.processes import fork
 from train import config as configs
 from train.checkpoint import Checkpoints
 from train.loop import open_run
@@ -402,7 +401,7 @@ def test_mistakes_end_in_one_line_and_exit_code_2(attention_run, mamba_run):
         (f"--workdir={attention_run}", "--tokens=5"): "does not take --tokens; allowed: --split, --examples, --prompt",
     }
     for args, words in cases.items():
-        command = [sys.executable, "-m", "eval", "--suite=attention", *args]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-        assert (done.returncode, done.stdout) == (2, ""), done.stderr
-        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and words in done.stderr
+        command = fork("eval", "--suite=attention", *args)
+        assert (command.wait(), command.stdout) == (2, ""), command.stderr
+        err = command.stderr
+        assert err.startswith("error: ") and err.count("\n") == 1 and words in err

@@ -32,6 +32,7 @@ def run(model, variables, tokens, **inputs):
     return jax.jit(lambda v, t, i: model.apply(v, t, **i, **static))(variables, tokens, inputs)
 
 
+pytestmark = pytest.mark.usefixtures("quick_draws")
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 20, (2, 12)), jnp.int32)
 
 
@@ -116,10 +117,11 @@ def test_s4d_kernel_is_the_sampled_impulse_response():
 def test_document_positions_carry_over():
     rows = np.asarray([[1, 1, 0, 1, 2, 2, 0, 0, 2, 3], [0, 0, 4, 4, 4, 0, 5, 5, 5, 5]])
     want = [[0, 1, 0, 2, 0, 1, 0, 0, 2, 0], [0, 0, 0, 1, 2, 0, 0, 1, 2, 3]]
+    read = jax.jit(document_positions)
     for cuts in ([10], [3, 7], [1] * 10, [7, 1, 2]):
         reading, found, start = open_reading(2), [], 0
         for n in cuts:
-            part, reading = document_positions(jnp.asarray(rows[:, start : start + n]), reading)
+            part, reading = read(rows[:, start : start + n], reading)
             found.append(part)
             start += n
         np.testing.assert_array_equal(np.concatenate(found, axis=1), want)

@@ -1,13 +1,10 @@
 """A run that is killed, again and again, is the run that was not."""
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
-from tests.flags import FAST
+from tests.processes import fork, run
 from train.checkpoint import steps
 from train.log import read
 from train.workdir import read_json
@@ -15,14 +12,11 @@ from train.workdir import read_json
 STEPS = 100
 
 
-def start(workdir) -> subprocess.Popen:
-    command = [sys.executable, "-m", "train", "--config=configs/debug.py", f"--workdir={workdir}"]
-    settings = dict(steps=STEPS, checkpoint_every=2, eval_every=25, eval_batches=1, **{"model.width": 16})
+def command(workdir) -> list[str]:
+    small = {"batch_size": 4, "eval_batches": 1, "model.width": 16, "data.mqar.length": 16}
+    settings = dict(steps=STEPS, checkpoint_every=2, eval_every=25, **small)
     overrides = [f"--config.{key}={value}" for key, value in settings.items()]
-    environment = dict(os.environ, XLA_FLAGS=FAST)  # one device, as on a laptop
-    return subprocess.Popen(
-        [*command, *overrides], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    return ["train", "--config=configs/debug.py", f"--workdir={workdir}", *overrides]
 
 
 def losses(workdir) -> list[tuple[int, str]]:
@@ -37,20 +31,20 @@ def logged(workdir) -> int:
         return 0
 
 
-def interrupt(workdir, sign: int, rng: random.Random) -> subprocess.Popen:
+def interrupt(workdir, sign: signal.Signals, rng: random.Random) -> fork:
     """Starts the run, lets it get a little further, and sends the signal at a moment of no meaning."""
-    process, goal = start(workdir), max(steps(workdir / "checkpoints"), default=0) + rng.randint(1, 9)
-    while process.poll() is None and logged(workdir) < min(goal, STEPS - 1):
+    process, goal = fork(*command(workdir)), max(steps(workdir / "checkpoints"), default=0) + rng.randint(1, 9)
+    while process.running() and logged(workdir) < min(goal, STEPS - 1):
         time.sleep(0.005)
     time.sleep(rng.uniform(0, 0.2))
-    process.send_signal(sign)
+    process.send(sign)
     process.wait(60)
     return process
 
 
 def test_killed_and_terminated_runs_equal_an_undisturbed_one(tmp_path):
     rng = random.Random(0)
-    assert start(tmp_path / "calm").wait(300) == 0
+    assert run(*command(tmp_path / "calm"), timeout=300).returncode == 0
     calm = losses(tmp_path / "calm")
     assert [step for step, _ in calm] == list(range(1, STEPS + 1))
 
@@ -59,21 +53,21 @@ def test_killed_and_terminated_runs_equal_an_undisturbed_one(tmp_path):
         assert not (tmp_path / "killed" / "result.json").exists()
     for _ in range(2):
         process = interrupt(tmp_path / "terminated", signal.SIGTERM, rng)
-        assert process.returncode == 0 and "saved" in process.stdout.read()
+        assert process.wait() == 0 and "saved" in process.stdout
 
     for name in ("killed", "terminated"):
-        assert start(tmp_path / name).wait(300) == 0
+        assert fork(*command(tmp_path / name)).wait(300) == 0
         assert losses(tmp_path / name) == calm
         results = [read_json(tmp_path / run / "result.json") for run in (name, "calm")]
         assert results[0]["metrics"] == results[1]["metrics"]
 
 
 def test_a_second_process_is_refused(tmp_path):
-    first = start(tmp_path)
-    while logged(tmp_path) < 1 and first.poll() is None:
+    first = fork(*command(tmp_path))
+    while logged(tmp_path) < 1 and first.running():
         time.sleep(0.01)
-    second = start(tmp_path)
+    second = fork(*command(tmp_path))
     assert second.wait(60) == 2
-    assert f"in use by pid {first.pid}" in second.stdout.read()
-    first.kill()
+    assert f"in use by pid {first.pid}" in second.stderr
+    first.send(signal.SIGKILL)
     first.wait()

@@ -53,6 +53,7 @@ def stacked(mixers: list[str]) -> list[tuple[str, str]]:
     return [("model.mixers", ",".join(mixers)), ("model.layers", str(len(mixers))), ("model.position", "none")]
 
 
+@pytest.mark.usefixtures("quick_draws")
 @pytest.mark.parametrize("mixers", STACKS, ids="+".join)
 def test_sharding_changes_nothing_but_rounding(mixers):
     choice = stacked(mixers)
@@ -73,8 +74,13 @@ def test_sharding_changes_nothing_but_rounding(mixers):
 
 def test_parameters_really_are_sharded():
     run = prepare(load(("model.width", "32"), *MESH))
-    kernel = run.init().params["stack"]["layers"]["block_0"]["mixer"]["q"]["kernel"]  # [layers, D, H, K]
+    params = run.init().params
+    kernel = params["stack"]["layers"]["block_0"]["mixer"]["q"]["kernel"]  # [layers, D, H, K]
     assert kernel.addressable_shards[0].data.shape == (2, 16, 2, 8)
+    # And drawn as they would be without a mesh, by the generator of real runs.
+    tokens = pipeline.batch_at(run.task, 0, "train", 1, 0)["inputs"]
+    alone = jax.jit(lambda key: nn.unbox(run.model.init(key, tokens))["params"])(jax.random.key(run.config.seed))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), params, alone)
 
 
 @pytest.mark.quick
@@ -235,6 +241,7 @@ def test_resuming_on_other_data(tmp_path):
         train(config, str(tmp_path / "run"))
 
 
+@pytest.mark.usefixtures("quick_draws")
 @pytest.mark.parametrize("mixers", STACKS, ids="+".join)
 def test_a_classifier_trains_on_padded_documents(mixers):
     choice = stacked(mixers)

@@ -1,6 +1,6 @@
 """Every mixer in the zoo at test size, and how the laws call one."""
 
-from functools import cache
+from functools import cache, lru_cache
 
 import flax.linen as nn
 import jax
@@ -13,8 +13,10 @@ from model.documents import document_positions, open_reading
 from model.errors import UserError
 from model.mixers import MIXERS
 from model.positions import POSITIONS
+from tests.draws import HASH
 
 WIDTH = 16
+FEW = 8  # functions kept compiled: the laws of one mixer follow each other, and then it is done with
 
 # Settings worth a law of their own, besides every mixer's defaults. `reference` names the slow, obvious form.
 VARIANTS = {
@@ -107,10 +109,12 @@ def context(segments=None, L: int | None = None) -> Context:
 
 def params(mixer: Mixer):
     """Parameters away from their initial values, so that none is at a point where a bug would not show."""
-    # Dtype, implementation and direction change no parameter, but for mixers that have more of them both ways.
+    # Dtype and implementation change no parameter, direction and position few mixers': most share what is made here.
     plain = mixer.clone(dtype=jnp.float32, **({"implementation": None} if hasattr(mixer, "implementation") else {}))
-    causal = plain.clone(causal=True)
-    return moved(causal if shapes(causal) == shapes(plain) else plain)
+    for change in [{"causal": True}, *([{"position": POSITIONS["none"]}] if hasattr(mixer, "softmax") else [])]:
+        simpler = plain.clone(**change)
+        plain = simpler if shapes(simpler) == shapes(plain) else plain
+    return moved(plain)
 
 
 @cache
@@ -121,20 +125,25 @@ def shapes(mixer: Mixer):
 
 @cache
 def moved(mixer: Mixer):
-    @jax.jit
-    def make(key):
-        values = nn.unbox(mixer.init(key, inputs(1, 4), context(L=4)))
-        leaves, tree = jax.tree.flatten(values)
-        keys = jax.random.split(key, len(leaves))
-        noise = [0.1 * jax.random.normal(k, x.shape, x.dtype) for x, k in zip(leaves, keys, strict=True)]
-        return jax.tree.unflatten(tree, [x + n for x, n in zip(leaves, noise, strict=True)])
-
-    return make(jax.random.key(0, impl="rbg"))  # compiles in half the time of the usual one
+    made = jax.jit(lambda key: nn.unbox(mixer.init(key, inputs(1, 4), context(L=4))))(jax.random.key(0, impl=HASH))
+    noise = np.random.default_rng(0)
+    return jax.tree.map(lambda x: jnp.asarray(x + 0.1 * noise.normal(size=x.shape), x.dtype), jax.device_get(made))
 
 
-@cache
+@lru_cache(FEW)
 def apply(mixer: Mixer):
     return jax.jit(mixer.apply)
+
+
+@lru_cache(FEW)
+def gradient(mixer: Mixer):
+    """Gradients of a weighted sum of the outputs, by the parameters and by the inputs; and the outputs."""
+
+    def objective(variables, x, ctx, weight):
+        y, _ = mixer.apply(variables, x, ctx)
+        return jnp.sum(y.astype(weight.dtype) * weight), y
+
+    return jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))
 
 
 def far(a, b) -> float:

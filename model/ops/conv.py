@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def fft_conv(u: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -20,13 +21,14 @@ def right_angle_conv(u: jax.Array, kernel: jax.Array) -> jax.Array:
     the answer (Crandall and Fagin 1994, https://doi.org/10.1090/S0025-5718-1994-1185244-1).
     """
     L = u.shape[1]
-    angle = (jnp.pi / (2 * L)) * jnp.arange(L, dtype=u.dtype)
-    turn = jax.lax.complex(jnp.cos(angle), jnp.sin(angle))
-    u, kernel = jnp.swapaxes(u, 1, 2), jnp.swapaxes(kernel, 0, 1)  # transforms run along the last axis
+    # A constant: the compiler would make it anew for every channel.
+    turn = np.exp(0.5j * np.pi / L * np.arange(L)).astype(jnp.result_type(u, jnp.complex64))
+    # Transforms run along the last axis. Of two axes alone, a CPU gets the kernel the wrong way round (jax 0.10, where
+    # devices share the length), hence three.
+    u, kernel = (jnp.swapaxes(x, 1, 2) for x in (u, kernel[None]))
     product = jnp.fft.fft(u * turn) * jnp.fft.fft(kernel * turn)
     # The inverse by the forward transform: conjugates and scale cost nothing beside it.
-    y = jnp.fft.fft(jnp.conj(product)) * turn
-    return jnp.swapaxes(jnp.real(y) / L, 1, 2)
+    return jnp.swapaxes(jnp.real(jnp.fft.fft(jnp.conj(product)) * turn) / L, 1, 2)
 
 
 def short_conv(x: jax.Array, kernel: jax.Array, past: jax.Array, reach: jax.Array | None = None) -> jax.Array:

@@ -15,7 +15,7 @@ from model.errors import choose
 
 SIZES = {
     "smoke": dict(length=32, longest=256, steps=300, batch=32, lr=4e-3, schedule="cosine"),
-    "small": dict(length=256, longest=2**14, steps=8000, batch=64, lr=2e-3, schedule="cosine"),
+    "small": dict(length=256, longest=2**14, steps=8000, batch=64, lr=1e-3, schedule="cosine"),
     "paper": dict(length=256, longest=2**20, steps=204_800, batch=8, lr=1e-3, schedule="constant"),
 }
 ATTENTION_LONGEST = 2**14  # as published: attention ran out of memory beyond

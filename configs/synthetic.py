@@ -2,7 +2,8 @@
 
     python -m train --config=configs/synthetic.py:task=mqar,arch=mamba --workdir=runs/mqar-mamba
 
-Tasks: mqar, selective_copying, induction. Feeds the table `quickstart`; a run takes 5 s to 2 minutes on a CPU core. Attention and Mamba solve all three; S4D, which treats every token alike, fails selective copying.
+Tasks: mqar, selective_copying, induction. Feeds the table `quickstart`; a run takes 5 s to 2 minutes on a CPU core.
+Attention and Mamba solve all three; S4D, which treats every token alike, fails selective copying.
 """
 
 from ml_collections import ConfigDict

@@ -4,8 +4,7 @@
 
 Feeds the table `recall`, which sets accuracy against bytes of state. 4, 8, 16 and 64 pairs come in rows of 64, 128,
 256 and 512 tokens, as published. `size=paper` has the published vocabulary of 8,192 and 100,000 examples; `size=small`,
-for one accelerator, has a vocabulary of 512 and fresh examples; `size=smoke` shows on a CPU that it
-runs.
+for one accelerator, has a vocabulary of 512 and fresh examples; `size=smoke` shows on a CPU that it runs.
 """
 
 from ml_collections import ConfigDict

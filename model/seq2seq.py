@@ -126,7 +126,7 @@ class Seq2Seq(nn.Module):
     ) -> tuple[jax.Array, State]:
         """Logits `[B, T, V]` of the target, or `[B, Q, V]` at the row's positions `at`; and the state.
 
-        The source is not predicted: asked there, the model finds every token as likely.
+        The source is not predicted: asked there, the model answers NaN.
         """
         real = jnp.ones(tokens.shape, jnp.int32) if segments is None else (segments > 0).astype(jnp.int32)
         init = nn.with_logical_partitioning(nn.initializers.normal(1.0), ("vocab", "embed"))
@@ -190,7 +190,7 @@ class Seq2Seq(nn.Module):
             x = jnp.take_along_axis(x, jnp.maximum(at, 0)[..., None], axis=1)
         x = dense((self.width, 2), ("embed", "mlp", None), self.dtype, "readout")(x).max(-1)
         logits = dense(self.vocab_size, ("embed", "vocab"), self.dtype, "unembed")(x).astype(wide(self.dtype))
-        return logits if at is None else jnp.where(at[..., None] >= 0, logits, 0)
+        return logits if at is None else jnp.where(at[..., None] >= 0, logits, jnp.nan)
 
     def limit(self) -> None:
         """None: its target goes on for ever."""

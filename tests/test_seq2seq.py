@@ -117,7 +117,7 @@ def test_asked_at_positions_of_the_row(variables):
     at = jnp.tile(jnp.asarray([S + 2, S, S - 1]), (3, 1))
     some, _ = apply(variables, ROWS, at=at)
     np.testing.assert_allclose(some[:, :2], whole[:, [2, 0]], atol=1e-6)
-    np.testing.assert_array_equal(some[:, 2], 0)
+    assert np.isnan(some[:, 2]).all()
 
 
 @pytest.mark.parametrize("lengths", [[3], [1, 1, 1], [2, 1]])

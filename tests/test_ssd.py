@@ -9,8 +9,9 @@ from model.errors import UserError
 from model.mixers.mamba2 import Mamba2
 from model.mixers.rwkv import wkv
 from model.mixers.rwkv6 import RWKV6
-from model.ops import ssd as op
-from model.ops.ssd import gaps, spans, ssd
+from model.ops import decays as op
+from model.ops.decays import spans
+from model.ops.ssd import gaps, ssd
 from model.ops.wkv import wkv6
 from tests import zoo
 

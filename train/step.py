@@ -47,6 +47,7 @@ def forward(model: Model, params: Any, batch: Batch, rng: jax.Array | None = Non
         rngs=None if rng is None else {"dropout": rng},
     )
     weights = batch["weights"]
+    logits = jnp.where(weights[..., None] > 0, logits, 0)  # what is not asked may be answered by NaN
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]) * weights
     hits = (jnp.argmax(logits, -1) == batch["targets"]) * weights
     count = weights.sum()

@@ -18,7 +18,7 @@ from jax.experimental.pallas import triton
 from jax.experimental.pallas.triton import dot
 from jax.sharding import PartitionSpec
 
-from model.ops.ssd import FORGET, carry, cut, parts, sums
+from model.ops.decays import FORGET, carry, cut, parts, sums
 
 Array = jax.Array
 

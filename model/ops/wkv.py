@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from model.errors import choose
-from model.ops.ssd import FORGET, cut
+from model.ops.decays import FORGET, cut
 
 Array = jax.Array
 BLOCK = 16  # Q: tokens that meet in pairs

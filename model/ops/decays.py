@@ -1,0 +1,59 @@
+"""Log decays, added up over stretches of tokens without loss, and the states that chunks of tokens hand on."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Array = jax.Array
+
+FORGET = -1e30  # a log decay that leaves nothing; finite, as 0 times -inf would be NaN
+STRONGEST = -64.0  # a token's log decay: what e^-64 leaves is lost beside anything
+STEP = 2.0**-10  # float32 adds up multiples of it exactly, over 256 tokens of the strongest decay
+GROUP = 32  # chunks whose states are carried on by one product
+
+
+def cut(x: Array, size: int, axis: int = 1) -> Array:
+    """Splits an axis into pieces, `[..., n, size, ...]`, the last one filled up with zeros."""
+    n = -(-x.shape[axis] // size)
+    fill = [(0, 0)] * x.ndim
+    fill[axis] = (0, n * size - x.shape[axis])
+    return jnp.pad(x, fill).reshape(*x.shape[:axis], n, size, *x.shape[axis + 1 :])
+
+
+def spans(a: Array) -> Array:
+    """The sum of every stretch of the last axis: `a_j + ... + a_{i-1}` at [i, j] of `[..., n+1, n+1]`, -inf for j > i.
+
+    Each is added up by itself: a difference of running sums would lose the small ones among them.
+    """
+    edge, k = jnp.arange(a.shape[-1] + 1), jnp.arange(a.shape[-1])
+    inside = (edge[:, None] <= k) & (k < edge[:, None, None])  # [i, j, k]
+    sums = jnp.einsum("...k,ijk->...ij", a, inside.astype(a.dtype), precision=lax.Precision.HIGHEST)
+    return jnp.where(edge[:, None] >= edge, sums, -jnp.inf)
+
+
+def sums(a: Array, seen: Array) -> Array:
+    """For each token the sum of the others that it has seen, `[..., Q]`; a product, as scans are slow to compile."""
+    return jnp.einsum("...k,ik->...i", a, seen.astype(a.dtype), precision=lax.Precision.HIGHEST)
+
+
+def parts(a: Array) -> tuple[Array, Array]:
+    """Multiples of STEP, whose running sums are exact and so are their differences, and the small rest."""
+    coarse = jnp.round(a / STEP) * STEP
+    return coarse, a - coarse
+
+
+def carry(t: Array, v: Array, h0: Array) -> tuple[Array, Array]:
+    """The states before each chunk, `[B, M, X, Y]`, and after the last: `h_{m+1} = exp(t_m) h_m + v_m` from h0.
+
+    t: [B, M, X]; v: [B, M, X, Y]; h0: [B, X, Y]. A group of chunks is one product; groups are carried like chunks.
+    """
+    B, M, X, Y = v.shape
+    size = min(M, GROUP)
+    t, v = cut(t, size), cut(v, size)  # filled with t = 0, v = 0, which leaves a state as it was
+    log_decay = spans(jnp.moveaxis(t, 2, -1))
+    decay = jnp.exp(log_decay)
+    own = jnp.einsum("bnxij,bnjxy->bnixy", decay[..., 1:], v, precision=lax.Precision.HIGHEST)
+    several = t.shape[1] > 1
+    first, last = carry(log_decay[..., -1, 0], own[:, :, -1], h0) if several else (h0[:, None], None)
+    h = own + jnp.moveaxis(decay[..., 0], -1, 2)[..., None] * first[:, :, None]
+    return h[:, :, :-1].reshape(B, -1, X, Y)[:, :M], last if several else h[:, 0, -1]

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from model.ops import scan
 from model.ops.scan import IMPLEMENTATIONS, linear_scan, selective_scan
 
 ALONE = [name for name in IMPLEMENTATIONS if name != "sharded"]
@@ -104,3 +105,9 @@ def test_a_long_selective_scan_keeps_little():
 
     memory = jax.jit(jax.grad(objective)).lower(arrays).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 3 * (memory.argument_size_in_bytes + memory.output_size_in_bytes)
+
+
+def test_a_gpu_holds_all_states_only_while_they_are_few(monkeypatch):
+    monkeypatch.setattr(scan, "on_this_platform", lambda: scan.parallel)
+    assert scan.best(256, scan.FEW) == "associative"
+    assert scan.best(256, scan.FEW + 1) == "chunked"

@@ -189,7 +189,7 @@ def diagonal_scan(
     inputs = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), inputs)
     length = jax.tree.leaves(inputs)[0].shape[0]
     if implementation is None:
-        implementation = best(length)
+        implementation = best(length, length * h0.size * h0.dtype.itemsize)
     run = choose("scan implementation", implementation, IMPLEMENTATIONS)
     if run is sharded:
         y, h = sharded(expand, contract, h0, inputs, shared, chunk)
@@ -198,18 +198,23 @@ def diagonal_scan(
     return jnp.swapaxes(y, 0, 1), h
 
 
-def best(length: int) -> str:
-    """The implementation that `None` picks: the fastest whose memory does not hold every state.
+FEW = 2**28  # bytes of states that may all be held, where that is faster
+
+
+def best(length: int, states: int) -> str:
+    """The implementation that `None` picks for states of that many bytes: the fastest that does not hold many of them.
 
     Mamba's scan, forward and with gradient: on 2 CPU cores, serial chunks took about half the time of parallel ones;
-    on an H200 (8 rows of 2,048, 2,048 channels, 16 numbers each) parallel chunks of 64 took 6.6 and 31 ms in 0.7 GiB,
-    the whole length at once 6.6 and 18 ms in 10 GiB, longer chunks 80 ms and more with gradient.
+    on an H200 (8 rows of 2,048, 2,048 channels, 16 numbers each) parallel chunks of 64 took 6.9 and 37 ms in 0.75 GiB,
+    the whole length at once 6.6 and 20 ms in 10 GiB, longer chunks 80 ms and more with gradient.
     """
     if length == 1:
         return "sequential"
     if stretches() > 1 and length % stretches() == 0:
         return "sharded"
-    return "chunked_serial" if on_this_platform() is serial else "chunked"
+    if on_this_platform() is serial:
+        return "chunked_serial"
+    return "associative" if states <= FEW else "chunked"
 
 
 def linear_scan(a: Array, b: Array, h0: Array, *, implementation: str | None = None) -> tuple[Array, Array]:

@@ -45,25 +45,45 @@ def weights_and_lse(form: Form, o: Operands) -> tuple[jax.Array, jax.Array]:
     """The weights `[B, G, R, L, M]`, and the logs of their denominators `[B, G, R, L]`."""
     scores = shape_scores(form, raw_scores(o.q, o.k, o.additive), o.bias, o.q_positions, o.k_positions)
     mask = visible(form, o.q_positions, o.k_positions, o.q_segments, o.k_segments)
+    return softmax(scores, None if mask is None else mask[:, None, None], o.sinks)
+
+
+@jax.custom_vjp
+def softmax(scores: jax.Array, mask: jax.Array | None, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Weights and log-sum-exp of what the mask lets through. Its gradient needs no more than the weights."""
     if mask is not None:
-        mask = mask[:, None, None]
         scores = jnp.where(mask, scores, LOW)
     top = jnp.max(scores, axis=-1)
-    if o.sinks is not None:
-        top = jnp.maximum(top, o.sinks[..., None])
-    top = jax.lax.stop_gradient(top)
+    if sinks is not None:
+        top = jnp.maximum(top, sinks[..., None])
     weights = jnp.exp(scores - top[..., None])
     if mask is not None:  # a padded query sees nothing, and a softmax over nothing is uniform
         weights = jnp.where(mask, weights, 0)
     total = jnp.sum(weights, axis=-1)
-    if o.sinks is not None:
-        total = total + jnp.exp(o.sinks[..., None] - top)
+    if sinks is not None:
+        total = total + jnp.exp(sinks[..., None] - top)
     total = jnp.where(total > 0, total, 1)
     return weights / total[..., None], top + jnp.log(total)
+
+
+def softmax_forward(scores, mask, sinks):
+    weights, lse = softmax(scores, mask, sinks)
+    return (weights, lse), (weights, lse, sinks)
+
+
+def softmax_backward(kept, grads):
+    weights, lse, sinks = kept
+    d_weights, d_lse = grads
+    delta = jnp.sum(d_weights * weights, axis=-1) - d_lse
+    d_sinks = None if sinks is None else -jnp.sum(jnp.exp(sinks[..., None] - lse) * delta, axis=(0, 3))
+    return weights * (d_weights - delta[..., None]), None, d_sinks
+
+
+softmax.defvjp(softmax_forward, softmax_backward)
 
 
 def xla(form: Form, o: Operands) -> tuple[jax.Array, jax.Array]:
     """All heads at once; memory grows with L M."""
     weights, lse = weights_and_lse(form, o)
-    out = jnp.einsum("bgrlm,bmgv->blgrv", weights.astype(o.v.dtype), o.v)
-    return out, jnp.moveaxis(lse, 3, 1)
+    out = jnp.einsum("bgrlm,bgmv->bgrlv", weights.astype(o.v.dtype), jnp.moveaxis(o.v, 1, 2))
+    return jnp.moveaxis(out, 3, 1), jnp.moveaxis(lse, 3, 1)

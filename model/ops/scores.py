@@ -57,10 +57,11 @@ class Operands:
 def raw_scores(q: jax.Array, k: jax.Array, additive: jax.Array | None) -> jax.Array:
     """`q . k`, or Bahdanau's `additive . tanh(q + k)` (https://arxiv.org/abs/1409.0473)."""
     dtype = wide(q.dtype)
+    # Heads first: to make the scores in another order of axes is to move all of them.
+    q, k = jnp.moveaxis(q, 1, 3), jnp.moveaxis(k, 1, 2)
     if additive is None:
-        return jnp.einsum("blgrk,bmgk->bgrlm", q, k, preferred_element_type=dtype)
-    q, k = jnp.moveaxis(q, 1, 3).astype(dtype), jnp.moveaxis(k, 1, 2).astype(dtype)
-    hidden = jnp.tanh(q[:, :, :, :, None] + k[:, :, None, None])
+        return jnp.einsum("bgrlk,bgmk->bgrlm", q, k, preferred_element_type=dtype)
+    hidden = jnp.tanh(q.astype(dtype)[:, :, :, :, None] + k.astype(dtype)[:, :, None, None])
     return jnp.einsum("bgrlmk,grk->bgrlm", hidden, additive.astype(dtype))
 
 

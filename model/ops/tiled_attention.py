@@ -236,12 +236,12 @@ def backward(form: Form, tile: tuple[int, int], pairs: Pairs, kept, grads):
             mask = tile_mask(form, t)
             if mask is not None:
                 weights = jnp.where(mask, weights, 0)
-            d_seen = jnp.einsum("bgrlm,bgrlv->bmgv", weights.astype(t.v.dtype), d_outs[i], preferred_element_type=dtype)
+            d_seen = jnp.einsum("bgrlm,bgrlv->bgmv", weights.astype(t.v.dtype), d_outs[i], preferred_element_type=dtype)
             d_weights = jnp.einsum("bgrlv,bmgv->bgrlm", d_outs[i], t.v, preferred_element_type=dtype)
             d_raw, d_bias = pull(weights * (d_weights - deltas[i][..., None]))
             d_query, d_key, d_additive = pull_raw(d_raw)
             d_shared = jax.tree.map(jnp.add, d_shared, (d_bias, d_additive))
-            return d_q + d_query, d_k + d_key, d_v + d_seen, d_shared
+            return d_q + d_query, d_k + d_key, d_v + jnp.moveaxis(d_seen, 1, 2), d_shared
 
         new = when(pairs.sparse, want, see, d_q[i], d_k[j], d_v[j], d_shared)
         at_block = (i, j, j)
@@ -279,9 +279,9 @@ def scores_with_pull(t: Operands):
 
     def pull_dot(d_raw):  # by hand: the products stay in the narrow dtype, which is where accelerators are fast
         d_raw = d_raw.astype(t.q.dtype)
-        d_q = jnp.einsum("bgrlm,bmgk->blgrk", d_raw, t.k, preferred_element_type=dtype)
-        d_k = jnp.einsum("bgrlm,blgrk->bmgk", d_raw, t.q, preferred_element_type=dtype)
-        return d_q, d_k, None
+        d_q = jnp.einsum("bgrlm,bmgk->bgrlk", d_raw, t.k, preferred_element_type=dtype)
+        d_k = jnp.einsum("bgrlm,blgrk->bgmk", d_raw, t.q, preferred_element_type=dtype)
+        return jnp.moveaxis(d_q, 3, 1), jnp.moveaxis(d_k, 2, 1), None
 
     return raw, pull_dot
 

@@ -65,6 +65,26 @@ def gaps_backward(dtype, _, g):
 gaps.defvjp(gaps_forward, gaps_backward)
 
 
+@jax.custom_vjp
+def for_heads(scores: Array, decays: Array) -> Array:
+    """The scores of a group, `[B, M, G, Q, Q]`, times the decays of each of its heads, `[B, M, G, R, Q, Q]`."""
+    return scores[:, :, :, None] * decays
+
+
+def for_heads_forward(scores, decays):
+    return for_heads(scores, decays), (scores, decays)
+
+
+def for_heads_backward(saved, g):
+    """Heads are added up one by one: a CPU takes several times as long for a sum along such an axis."""
+    scores, decays = saved
+    d_scores = g * decays
+    return sum(d_scores[:, :, :, r] for r in range(g.shape[3])), g * scores[:, :, :, None]
+
+
+for_heads.defvjp(for_heads_forward, for_heads_backward)
+
+
 def sequential(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, opens: Array | None, chunk: int | None):
     """One token after another: the definition."""
     if opens is not None:
@@ -88,9 +108,10 @@ def chunked(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, opens:
     shape, L, G, f = x.shape, x.shape[1], B.shape[2], a.dtype
     Q = min(chunk or 128, L)
     u = (dt[..., None] * x).astype(x.dtype)
-    # Filled up with a = 0, u = 0, which leaves a state as it was.
+    # Filled up with a = 0, u = 0, which leaves a state as it was. Heads before tokens, as products want them.
     x, a, B, C = (cut(leaf, Q) for leaf in (grouped(u, G), grouped(a, G), B, C))
-    a = jnp.moveaxis(a, 2, -1)  # [B, M, G, R, Q]
+    x, a = jnp.moveaxis(x, 2, 4), jnp.moveaxis(a, 2, 4)  # [B, M, G, R, Q, P] and [B, M, G, R, Q]
+    B, C = jnp.moveaxis(B, 2, 3), jnp.moveaxis(C, 2, 3)  # [B, M, G, Q, N]
     order = jnp.tri(Q, dtype=bool)  # [i, j]: token j is not after token i
     to_token, to_end = sums(a, order), sums(a, ~order)
     if opens is not None:
@@ -99,20 +120,18 @@ def chunked(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, opens:
         to_token = jnp.where(documents == 0, to_token, FORGET)
         to_end = jnp.where(documents == documents[..., -1:], to_end, FORGET)
 
-    scores = contract("bmign,bmjgn->bmgij", C, B, f)
-    weights = scores[:, :, :, None] * jnp.exp(jnp.where(order, gaps(a, x.dtype), FORGET))
-    y = contract("bmgrij,bmjgrp->bmigrp", weights.astype(x.dtype), x, x.dtype)
+    scores = contract("bmgin,bmgjn->bmgij", C, B, f)
+    weights = for_heads(scores, jnp.exp(jnp.where(order, gaps(a, x.dtype), FORGET)))
+    y = contract("bmgrij,bmgrjp->bmgrip", weights.astype(x.dtype), x, x.dtype)
 
-    def per_token(log_decay):  # [B, M, G, R, Q] -> [B, M, Q, G, R, 1]
-        return jnp.exp(jnp.moveaxis(log_decay, -1, 2))[..., None]
-
-    added = contract("bmjgrp,bmjgn->bmgrpn", (x * per_token(to_end)).astype(x.dtype), B, f)
+    added = contract("bmgrjp,bmgjn->bmgrpn", (x * jnp.exp(to_end)[..., None]).astype(x.dtype), B, f)
     total = to_token[..., -1]
     b, m, g, r, p, n = added.shape
     before, h = carry(total.reshape(b, m, g * r), added.reshape(b, m, g * r, p * n), h0.reshape(b, g * r, p * n))
     before = before.reshape(added.shape).astype(x.dtype)
-    y = y + contract("bmign,bmgrpn->bmigrp", C, before, x.dtype) * per_token(to_token)
-    return y.astype(x.dtype).reshape(b, m * Q, g * r, p)[:, :L].reshape(shape), h.reshape(h0.shape)
+    y = y + contract("bmgin,bmgrpn->bmgrip", C, before, x.dtype) * jnp.exp(to_token)[..., None]
+    y = jnp.moveaxis(y.astype(x.dtype), 4, 2)
+    return y.reshape(b, m * Q, g * r, p)[:, :L].reshape(shape), h.reshape(h0.shape)
 
 
 def grouped(leaf: Array, groups: int, axis: int = 2) -> Array:

@@ -135,16 +135,11 @@ def recall(scale: str) -> list[Run]:
 
 def precision(scale: str) -> list[Run]:
     """Every selective model in half the bits, on long rows of Python's own help texts."""
-    overrides, seeds = choose(
-        "scale",
-        scale,
-        {
-            "small": ({"data.text.length": 4096, "batch_size": 4}, 2),
-            "smoke": ({"data.text.length": 256, "batch_size": 4}, 1),
-        },
-    )
-    text = find_spec("pydoc_data.topics").origin
-    steps = {
+    length, seeds = choose("scale", scale, {"small": (4096, 2), "smoke": (256, 1)})
+    shared = {
+        "data.text.path": find_spec("pydoc_data.topics").origin,
+        "data.text.length": length,
+        "batch_size": 4,
         "steps": 200,
         "eval_every": 0,
         "checkpoint_every": 0,
@@ -155,7 +150,7 @@ def precision(scale: str) -> list[Run]:
     return [
         Run(
             f"configs/text.py:arch={arch}",
-            {"data.text.path": text, **steps, **overrides, "model.dtype": dtype, "seed": seed},
+            {**shared, "model.dtype": dtype, "seed": seed},
             {"arch": arch, "dtype": dtype},
         )
         for arch in ("mamba", "mamba2", "rglru", "rwkv6")

@@ -70,6 +70,7 @@ def test_a_mistake_as_a_shell_sees_it(module):
         ),
         (["train", "--config=configs/debug.py:size=3", "--workdir=x"], "unknown config argument 'size=3'"),
         (["train", "--config=configs/recall.py:width=wide", "--workdir=x"], "width is 'wide'; it takes a whole number"),
+        (["train", "--config=configs/recall.py:pairs=14", "--workdir=x"], "pairs 14; .* 4, 8, 16, 64; closest: 16"),
         (["train", CONFIG], "--workdir is missing"),
         (["train", CONFIG, "--workdir=LICENSE"], "LICENSE"),
         (["experiments.reproduce", "quickstrat"], "unknown table 'quickstrat'.*closest: quickstart"),

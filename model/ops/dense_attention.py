@@ -48,9 +48,9 @@ def weights_and_lse(form: Form, o: Operands) -> tuple[jax.Array, jax.Array]:
     return softmax(scores, None if mask is None else mask[:, None, None], o.sinks)
 
 
-@jax.custom_vjp
+@jax.custom_jvp
 def softmax(scores: jax.Array, mask: jax.Array | None, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Weights and log-sum-exp of what the mask lets through. Its gradient needs no more than the weights."""
+    """Weights and log-sum-exp of what the mask lets through. Its gradient keeps nothing else of the scores' size."""
     if mask is not None:
         scores = jnp.where(mask, scores, LOW)
     top = jnp.max(scores, axis=-1)
@@ -66,20 +66,14 @@ def softmax(scores: jax.Array, mask: jax.Array | None, sinks: jax.Array | None) 
     return weights / total[..., None], top + jnp.log(total)
 
 
-def softmax_forward(scores, mask, sinks):
-    weights, lse = softmax(scores, mask, sinks)
-    return (weights, lse), (weights, lse, sinks)
-
-
-def softmax_backward(kept, grads):
-    weights, lse, sinks = kept
-    d_weights, d_lse = grads
-    delta = jnp.sum(d_weights * weights, axis=-1) - d_lse
-    d_sinks = None if sinks is None else -jnp.sum(jnp.exp(sinks[..., None] - lse) * delta, axis=(0, 3))
-    return weights * (d_weights - delta[..., None]), None, d_sinks
-
-
-softmax.defvjp(softmax_forward, softmax_backward)
+@softmax.defjvp
+def softmax_jvp(primals, tangents):
+    (_, _, sinks), (d_scores, _, d_sinks) = primals, tangents
+    weights, lse = softmax(*primals)
+    d_lse = jnp.sum(weights * d_scores, axis=-1)
+    if sinks is not None:
+        d_lse = d_lse + jnp.exp(sinks[..., None] - lse) * d_sinks[..., None]
+    return (weights, lse), (weights * (d_scores - d_lse[..., None]), d_lse)
 
 
 def xla(form: Form, o: Operands) -> tuple[jax.Array, jax.Array]:

@@ -33,7 +33,7 @@ def get_config(argument: str = "") -> ConfigDict:
     c.test_lengths = tuple(first * 2**i for i in range((longest // first).bit_length()))
     c.steps, c.batch_size = size["steps"], size["batch"]
     c.eval_every = c.checkpoint_every = max(100, c.steps // 20)
-    c.eval_batches, c.target = 4, 0.9999
+    c.eval_batches = 4
     c.optim.lr, c.optim.schedule = size["lr"], size["schedule"]
     c.optim.warmup, c.optim.weight_decay = min(200, c.steps // 6), 0.0
     return c

@@ -32,6 +32,7 @@ class Table:
     by: tuple[str, ...]  # labels that name its lines
     across: str | None  # label that names its columns
     metric: str
+    tuned: tuple[str, ...] = ()  # labels of which each cell takes the best
     published: Callable[[str], Quotes] = lambda scale: {}  # scale -> numbers
     note: str = ""  # what others have published that is no number of this table's
     against: str = ""  # a cost that the plot sets the metric against
@@ -55,6 +56,7 @@ def layout(table: Table, scale: str) -> Layout:
         table.metric,
         table.by,
         table.across,
+        table.tuned,
         order=order,
         published=table.published(scale),
         title=title,
@@ -111,25 +113,24 @@ def over_archs(config: str, archs: Sequence[str], seeds: Mapping[str, int], scal
 
 
 def recall(scale: str) -> list[Run]:
-    """Zoology's grid: architectures in several widths, recalling several numbers of pairs."""
+    """Zoology's grid: architectures in several widths and at several rates, recalling several numbers of pairs."""
     archs = ("attention", "s4d", "rwkv", "rglru", "mamba", "mamba2")
-    widths, pairs, seeds = choose(
+    widths, pairs, rates = choose(
         "scale",
         scale,
         {
-            "small": ((32, 64, 128), (4, 8, 16), 2),
-            "smoke": ((16, 32), (4,), 1),
-            "paper": ((64, 128, 256, 512), (4, 8, 16, 64), 3),
+            "small": ((32, 64, 128), (4, 8, 16), (2e-3, 1e-2)),
+            "smoke": ((16, 32), (4,), (4e-3,)),
+            "paper": ((64, 128, 256, 512), (4, 8, 16, 64), (1e-4, 4.6e-4, 2.2e-3, 1e-2)),
         },
     )
     return [
         Run(
             f"configs/recall.py:arch={arch},width={width},pairs={k},size={scale}",
-            {"seed": seed},
-            {"arch": arch, "width": width, "pairs": k},
+            {"optim.lr": lr, "seed": 0},
+            {"arch": arch, "width": width, "pairs": k, "lr": lr},
         )
-        for arch, width, k in product(archs, widths, pairs)
-        for seed in range(seeds)
+        for lr, arch, width, k in product(rates, archs, widths, pairs)
     ]
 
 
@@ -227,6 +228,7 @@ TABLES = {
             by=("arch", "width"),
             across="pairs",
             metric="test/accuracy",
+            tuned=("lr",),
             published=published.recall,
             against="state_bytes",
         ),

@@ -115,22 +115,22 @@ def over_archs(config: str, archs: Sequence[str], seeds: Mapping[str, int], scal
 def recall(scale: str) -> list[Run]:
     """Zoology's grid: architectures in several widths and at several rates, recalling several numbers of pairs."""
     archs = ("attention", "s4d", "rwkv", "rglru", "mamba", "mamba2")
-    widths, pairs, rates = choose(
+    widths, pairs, rates, seeds = choose(
         "scale",
         scale,
         {
-            "small": ((32, 64, 128), (4, 8, 16), (2e-3, 1e-2)),
-            "smoke": ((16, 32), (4,), (4e-3,)),
-            "paper": ((64, 128, 256, 512), (4, 8, 16, 64), (1e-4, 4.6e-4, 2.2e-3, 1e-2)),
+            "small": ((32, 64, 128), (4, 8, 16), (2e-3, 1e-2), 2),
+            "smoke": ((16, 32), (4,), (4e-3,), 1),
+            "paper": ((64, 128, 256, 512), (4, 8, 16, 64), (1e-4, 4.6e-4, 2.2e-3, 1e-2), 1),
         },
     )
     return [
         Run(
             f"configs/recall.py:arch={arch},width={width},pairs={k},size={scale}",
-            {"optim.lr": lr, "seed": 0},
+            {"optim.lr": lr, "seed": seed},
             {"arch": arch, "width": width, "pairs": k, "lr": lr},
         )
-        for lr, arch, width, k in product(rates, archs, widths, pairs)
+        for arch, width, k, lr, seed in product(archs, widths, pairs, rates, range(seeds))
     ]
 
 

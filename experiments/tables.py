@@ -56,7 +56,7 @@ def layout(table: Table, scale: str) -> Layout:
         table.metric,
         table.by,
         table.across,
-        table.tuned,
+        tuned=tuple(key for key in table.tuned if len(order[key]) > 1),
         order=order,
         published=table.published(scale),
         title=title,

@@ -226,6 +226,11 @@ def test_no_two_runs_of_a_table_are_the_same(name, tmp_path):
         assert layout(TABLES[name], scale).order.keys() >= {*TABLES[name].by, TABLES[name].across} - {None, "length"}
 
 
+@pytest.mark.parametrize(("scale", "tuned"), [("small", ("lr",)), ("smoke", ()), ("paper", ("lr",))])
+def test_a_table_says_that_it_chose_where_there_was_a_choice(scale, tuned):
+    assert layout(TABLES["recall"], scale).tuned == tuned
+
+
 def test_reproduce_prints_the_table_with_its_failed_seeds(tmp_path):
     """Every run has its result already, so nothing is trained."""
     planned = campaign.plan(TABLES["quickstart"].runs("smoke"), tmp_path)

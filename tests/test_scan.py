@@ -111,5 +111,9 @@ def test_a_gpu_holds_all_states_only_while_they_are_few(monkeypatch):
     monkeypatch.setattr(scan, "on_this_platform", lambda: scan.parallel)
     assert scan.best(256, scan.FEW) == "associative"
     assert scan.best(256, scan.FEW + 1) == "chunked"
-    for rows, chunk in {1: 512, 2: 256, 8: 64, 64: 64}.items():
-        assert scan.best_chunk(rows * 2048 * 16 * 4) == chunk
+
+
+@pytest.mark.parametrize(("rows", "chunk"), [(1, 512), (2, 256), (8, 64), (64, 64)])
+def test_a_gpu_takes_longer_chunks_of_smaller_states(monkeypatch, rows, chunk):
+    monkeypatch.setattr(scan, "on_this_platform", lambda: scan.parallel)
+    assert scan.best_chunk(rows * 2048 * 16 * 4) == chunk

@@ -216,8 +216,7 @@ def tokens_kernel(
     # Token k matters to all pairs j < k <= i. Added up, not differences of sums, which would lose small ones.
     pairs = dot(x, dy, trans_b=True) * W * dt[:, None]
     row, column = sides(dt.size)
-    exact = lax.Precision.HIGHEST if x.dtype == dt.dtype else None
-    to_k = dot((row > column).astype(x.dtype), pairs.astype(x.dtype), precision=exact)  # [k, i]: the sum over j < k
+    to_k = dot((row > column).astype(x.dtype), pairs.astype(x.dtype))  # [k, i]: the sum over j < k
     d_inner[...] = jnp.sum(jnp.where(row <= column, to_k, 0), axis=1)
 
 

@@ -84,7 +84,7 @@ def test_devices_keep_their_rows_and_heads(groups):
     assert "all-gather" not in step.as_text()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_kernels_lower_for_a_gpu(dtype):
     arrays = {name: leaf.astype(dtype) if name in "xBC" else leaf for name, leaf in inputs(256).items()}
 

@@ -24,7 +24,6 @@ Array = jax.Array
 
 PROGRAMS = 256  # enough to fill a large GPU
 PARAMS = {  # warps and stages: the fastest of those tried on an H200
-    "states": triton.CompilerParams(num_warps=4, num_stages=4),
     "outputs": triton.CompilerParams(num_warps=4, num_stages=1),
     "tokens": triton.CompilerParams(num_warps=4, num_stages=1),
     "maps": triton.CompilerParams(num_warps=4, num_stages=2),
@@ -126,7 +125,8 @@ def carry_states(
         ],
         out_specs=specs,
         out_shape=shapes,
-        compiler_params=PARAMS["states"],
+        # Stages: four chunks of narrow numbers wait on the chip, or two of wide ones, which take the same room.
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=8 // x.dtype.itemsize),
         interpret=interpret,
         name="ssd_states",
     )(x, k, weight, jnp.exp(total), starts)
@@ -216,7 +216,8 @@ def tokens_kernel(
     # Token k matters to all pairs j < k <= i. Added up, not differences of sums, which would lose small ones.
     pairs = dot(x, dy, trans_b=True) * W * dt[:, None]
     row, column = sides(dt.size)
-    to_k = dot((row > column).astype(x.dtype), pairs.astype(x.dtype))  # [k, i]: the sum over j < k
+    exact = lax.Precision.HIGHEST if x.dtype == dt.dtype else None
+    to_k = dot((row > column).astype(x.dtype), pairs.astype(x.dtype), precision=exact)  # [k, i]: the sum over j < k
     d_inner[...] = jnp.sum(jnp.where(row <= column, to_k, 0), axis=1)
 
 

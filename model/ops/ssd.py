@@ -155,8 +155,8 @@ def lacking(x: Array, B: Array) -> list[str]:
     reasons, P, N = [], x.shape[-1], B.shape[-1]
     if jax.default_backend() != "gpu":
         reasons.append(f"the platform {jax.default_backend()} (it runs on gpu)")
-    if x.dtype not in NARROW:
-        reasons.append(f"{x.dtype} (it takes {', '.join(NARROW)})")
+    if x.dtype not in DTYPES:
+        reasons.append(f"{x.dtype} (it takes {', '.join(DTYPES)})")
     if any(size not in SIDES for size in (P, N)):
         reasons.append(f"{P} channels of a head with {N} numbers each (it takes {', '.join(map(str, SIDES))} of both)")
     if stretches() > 1:
@@ -164,8 +164,8 @@ def lacking(x: Array, B: Array) -> list[str]:
     return reasons
 
 
-NARROW = ("bfloat16", "float16")
-SIDES = (16, 32, 64, 128)  # of matrices in the fused kernels
+DTYPES = ("bfloat16", "float16", "float32")  # of the fused kernels
+SIDES = (16, 32, 64, 128)  # of their matrices
 IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked, "fused": fused}
 
 

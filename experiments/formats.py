@@ -4,14 +4,13 @@ import csv
 import io
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from experiments.layout import COSTS, Cell, Sheet, plain, span
+from experiments.layout import COSTS, Cell, Sheet, heading, plain, span
 
 SPREAD = "± is the sample standard deviation over seeds"
 
@@ -35,7 +34,7 @@ def arrange(sheet: Sheet) -> Arrangement:
 
     header = [plain(key) for key in layout.by]
     for column, has_published in zip(sheet.columns, quoted, strict=True):
-        name = _heading(column, layout.across)
+        name = heading(column, layout.across)
         if len(sheet.columns) == 1:
             name = f"{name}: {what}" if name else what
         header += [name, "published"] if has_published else [name]
@@ -163,11 +162,6 @@ def terminal(sheet: Sheet, width: int) -> Group:
             part.add_row(*(Text(cells[i]) for i in [*range(labels), *block]))
         shown.append(part)
     return Group(Text(sheet.layout.title, style="bold"), *shown, Text("\n".join(table.notes)))
-
-
-def _heading(column: Any, across: str | None) -> str:
-    """A number says nothing without its label."""
-    return "" if column is None else f"{across} {column}" if isinstance(column, int | float) else plain(column)
 
 
 def _score(cell: Cell | None, sheet: Sheet) -> str:

@@ -88,6 +88,11 @@ def plain(value: Any) -> str:
     return "+".join(map(plain, value)) if isinstance(value, tuple | list) else str(value)
 
 
+def heading(column: Any, across: str | None) -> str:
+    """A number says nothing without its label."""
+    return "" if column is None else f"{across} {column}" if isinstance(column, int | float) else plain(column)
+
+
 def _cell(rows: Sequence[Row], place: tuple, layout: Layout) -> Cell:
     data = {row["data_fingerprint"] for row in rows if "data_fingerprint" in row}
     if len(data) > 1:

@@ -12,7 +12,7 @@ matplotlib.use("Agg")  # files only, so no display is needed
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from experiments.layout import COSTS, Sheet, plain
+from experiments.layout import COSTS, Sheet, heading, plain
 from experiments.rows import Summary
 
 # Okabe and Ito's palette, told apart with every common kind of colour blindness; yellow left out on white.
@@ -39,7 +39,7 @@ def plot(sheet: Sheet, path: Path) -> None:
                 _lines(axis, sheet, i, sheet.layout.against or sheet.layout.by[-1], _along_lines(sheet, i))
             else:
                 _dots(axis, sheet, i)
-            axis.set_title("" if column is None else plain(column), fontsize=9)
+            axis.set_title(heading(column, sheet.layout.across), fontsize=9)
         handles, labels = axes[0][0].get_legend_handles_labels()
         if (numeric or across) and len(handles) > 1:
             figure.legend(handles, labels, loc="outside right center", frameon=False)

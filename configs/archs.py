@@ -14,6 +14,7 @@ ARCHS = {
     "s4": dict(mixers=("s4",)),  # state space with HiPPO's matrix, diagonal plus low rank
     "s5": dict(mixers=("s5",)),  # one diagonal state space for all channels
     "lru": dict(mixers=("lru",)),  # the same, its modes drawn from a ring
+    "b2s6": dict(mixers=("b2s6",)),  # a diagonal state space, in part decided by the token, in blocks of channels
     "mamba": dict(mixers=("mamba",), mlp="none"),  # selective state space, no MLP between the layers
     "mamba2": dict(mixers=("mamba2",), mlp="none", mamba2=dict(state=64)),  # one decay a head: matrix products
     "rglru": dict(mixers=("rglru",)),  # Hawk: gated linear recurrences alone

@@ -154,7 +154,7 @@ def precision(scale: str) -> list[Run]:
             {**shared, "model.dtype": dtype, "seed": seed},
             {"arch": arch, "dtype": dtype},
         )
-        for arch in ("mamba", "mamba2", "rglru", "rwkv6")
+        for arch in ("mamba", "mamba2", "b2s6", "rglru", "rwkv6")
         for dtype in ("float32", "bfloat16")
         for seed in range(seeds)
     ]

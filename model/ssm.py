@@ -1,4 +1,4 @@
-"""What linear, time-invariant state spaces share: `x' = A x + B u`, `y = C x + D u`, made discrete, run and read.
+"""What state spaces share: `x' = A x + B u`, `y = C x + D u`, made discrete, run and read.
 
 A is kept as its modes. Those of a real system come in conjugate pairs: of N modes, N/2 are kept, and each stands for
 its pair with twice its real part.
@@ -83,9 +83,9 @@ def marks(ctx: Context) -> dict[str, Array]:
 
 
 class System(NamedTuple):
-    """A state space with its parameters, in two forms that are equal."""
+    """A state space with its parameters, in two forms that are equal; in one, where tokens change the system."""
 
-    convolution: Callable[[Array], Array]  # u -> y, both [B, L, D]
+    convolution: Callable[[Array], Array] | None  # u -> y, both [B, L, D]
     recurrence: Callable[[Array, Array, Context, str | None], tuple[Array, Array]]  # u, h0, ctx, form -> y, last state
 
 

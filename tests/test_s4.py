@@ -28,11 +28,12 @@ SETTINGS = {
     "s5 bilinear": {"discretisation": "bilinear"},
     "lru": {},
 }
+SELECTIVE = {"b2s6": {"blocks": 3}}  # no convolution
 FORMS = ("sequential", "convolution", "chunked")  # the first is the definition
 
 
 def make(case: str, width: int = 3, **options):
-    return MIXERS[case.split()[0]](width=width, **SETTINGS[case], **options)
+    return MIXERS[case.split()[0]](width=width, **(SETTINGS | SELECTIVE)[case], **options)
 
 
 def inputs(L: int, width: int = 3, B: int = 1):
@@ -232,7 +233,7 @@ def test_s4_never_holds_all_its_cauchy_matrices_or_all_its_states():
     assert memory(packed, None) < one * L / 2 < memory(packed, "sequential")
 
 
-@pytest.mark.parametrize("case", ["s4", "s4d", "dss", "s5", "lru"])
+@pytest.mark.parametrize("case", ["s4", "s4d", "dss", "s5", "lru", "b2s6"])
 def test_backward_is_forward_read_from_the_end(case):
     """Both ways, the reversed input with the directions exchanged gives the reversed output; each has its own C."""
     mixer = make(case, causal=False)

@@ -30,6 +30,7 @@ VARIANTS = {
         {"qk_norm": True, "gate": True},
         {"soft_cap": 2.0, "sinks": True},
     ],
+    "b2s6": [{"blocks": 2, "state": 8}],
     "gru": [{"hidden": 12}],
     "lstm": [{"hidden": 12}],
     "mamba2": [{"head_dim": 4, "n_groups": 2, "state": 8}],

@@ -2,6 +2,7 @@
 
 from model.contract import Mixer
 from model.mixers.attention import Attention
+from model.mixers.b2s6 import B2S6
 from model.mixers.cross_attention import CrossAttention
 from model.mixers.dss import DSS
 from model.mixers.lru import LRU
@@ -18,6 +19,7 @@ from model.mixers.s5 import S5
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
+    "b2s6": B2S6,
     "cross_attention": CrossAttention,
     "dss": DSS,
     "gru": GRU,

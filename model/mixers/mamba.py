@@ -5,21 +5,21 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from model.contract import Context, Mixer, State, wide
 from model.errors import UserError
 from model.layers import dense
 from model.ops.conv import conv_tail, short_conv
 from model.ops.scan import selective_scan
+from model.ssm import log_uniform
 
 
 def inverse_softplus_dt(dt_min: float, dt_max: float) -> nn.initializers.Initializer:
     """A bias whose softplus is log-uniform in [dt_min, dt_max], not below 1e-4."""
+    log_dt = log_uniform(dt_min, dt_max)
 
     def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-        log_dt = jax.random.uniform(key, shape, dtype, np.log(dt_min), np.log(dt_max))
-        dt = jnp.maximum(jnp.exp(log_dt), 1e-4)
+        dt = jnp.maximum(jnp.exp(log_dt(key, shape, dtype)), 1e-4)
         return dt + jnp.log(-jnp.expm1(-dt))
 
     return init
@@ -88,8 +88,6 @@ class Mamba(Mixer):
     def check(self) -> None:
         if not self.causal:
             raise UserError("mamba runs forward only; set model.causal=True, or use attention or s4d")
-        if not 0 < self.dt_min <= self.dt_max:
-            raise UserError(f"dt_min {self.dt_min} must be positive and at most dt_max {self.dt_max}")
 
     def init_state(self, batch: int, max_len: int) -> State:
         E = self.expand * self.width

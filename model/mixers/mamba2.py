@@ -93,8 +93,6 @@ class Mamba2(Mixer):
     def check(self) -> None:
         if not self.causal:
             raise UserError("mamba2 runs forward only; set model.causal=True, or use attention or s4d")
-        if not 0 < self.dt_min <= self.dt_max:
-            raise UserError(f"dt_min {self.dt_min} must be positive and at most dt_max {self.dt_max}")
         check_divides("model.mamba2.head_dim", self.channels, "the inner width", self.inner)
         check_divides("model.mamba2.n_groups", self.n_groups, "the number of heads", self.inner // self.channels)
 

@@ -22,6 +22,12 @@ INITS = {
 }
 
 
+def starting_modes(A_init: str, N: int) -> np.ndarray:
+    """A before training, one of each conjugate pair."""
+    n = np.arange(N)
+    return -(n + 1.0 if A_init == "real" else np.full(N, 0.5)) + 1j * INITS[A_init](n, N)
+
+
 def s4d_kernel(A: jax.Array, C: jax.Array, dt: jax.Array, L: int, discretisation: str = "zoh") -> jax.Array:
     """The convolution kernel `2 Re sum_n C_n B_n A_n^l`, `[L, D]`; A, C: [D, N], dt: [D]."""
     log_A, B = DISCRETISATIONS[discretisation](A, dt[:, None])
@@ -77,15 +83,13 @@ class S4D(StateSpace):
 
     def systems(self) -> list[System]:
         D, N, channels = self.width, self.state // 2, ("inner", None)
-        n = np.arange(N)
-        decay = n + 1.0 if self.A_init == "real" else np.full(N, 0.5)
         B = legs_modes(2 * N)[2] if self.A_init == "legs" else 1.0
 
         def C_init(key, shape, dtype):
             return nn.initializers.normal(0.5**0.5)(key, shape, dtype) * jnp.asarray(B, dtype)
 
         dt = jnp.exp(self.weight("log_dt", log_uniform(self.dt_min, self.dt_max), (D,), channels[:1]))
-        A = self.modes("A", -decay + 1j * INITS[self.A_init](n, N), (D, N), channels)
+        A = self.modes("A", starting_modes(self.A_init, N), (D, N), channels)
         return [s4d_system(A, C, dt, self.discretisation) for C in self.readout("C", C_init, channels)]
 
     def check(self) -> None:

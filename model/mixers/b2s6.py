@@ -1,0 +1,106 @@
+"""B2S6: Mamba's selection in blocks, beside a part that does not select (https://arxiv.org/abs/2505.09022)."""
+
+from functools import partial
+from typing import ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from model.contract import Context
+from model.errors import choose
+from model.layers import check_divides
+from model.mixers.mamba import inverse_softplus_dt
+from model.mixers.s4d import INITS, starting_modes
+from model.ops.scan import IMPLEMENTATIONS as SCANS
+from model.ops.scan import diagonal_scan
+from model.ssm import StateSpace, System, marks, paired
+
+Array = jax.Array
+
+
+def b2s6_recurrence(
+    u: Array,
+    h0: Array,
+    ctx: Context,
+    implementation: str | None,
+    *,
+    w: Array,
+    b: Array,
+    A: Array,
+    B_weight: Array,
+    B_bias: Array,
+    C: Array,
+) -> tuple[Array, Array]:
+    """`h_t = exp(dt_t A) h_{t-1} + (exp(dt_t A) - 1) / A (B_t + B_bias) u_t`, `y_t = 2 Re C_t h_t`, and the last state.
+
+    Of J blocks of P channels each decides alone, by its part of the token: `dt_t = softplus(w u_t + b)`,
+    `B_t = B_weight u_t` and `C_t = C u_t`. B_bias is a channel's own. u, y: [B, L, J P]; h0: [B, J P, N]; w, b: [J, P];
+    A: [N]; B_weight, B_bias, C: [J, P, N].
+    """
+    rows, L, D = u.shape
+    x = u.reshape(rows, L, *w.shape)
+    mapped = partial(jnp.einsum, "bljp,jpn->bljn", x)
+    dt = jax.nn.softplus(jnp.einsum("bljp,jp->blj", x, w)[..., None] + b)
+    held = B_weight / A
+    inputs = dict(x=x, dt=dt, B=jax.lax.complex(mapped(held.real), mapped(held.imag)), C=mapped(C))
+    if documents := marks(ctx):
+        inputs["dt"] = jnp.where(documents["real"][..., None, None], dt, 0)  # which leaves a state as it was
+        inputs["opens"] = documents["opens"] & documents["real"]
+
+    def expand(inputs, A, B_bias):
+        grown = jnp.expm1(inputs["dt"][..., None] * A)
+        a, b = 1 + grown, grown * (inputs["B"][..., None, :] + B_bias) * inputs["x"][..., None]
+        if "opens" in inputs:
+            a = jnp.where(inputs["opens"][..., None, None, None], 0, a)
+        return a, b
+
+    def contract(h, inputs, A, B_bias):
+        return 2 * jnp.sum(h.real * inputs["C"][..., None, :], axis=-1)
+
+    h0 = h0.reshape(rows, *w.shape, -1)
+    y, h = diagonal_scan(expand, contract, h0, inputs, (A, B_bias / A), implementation=implementation)
+    return y.reshape(rows, L, D), h.reshape(rows, D, -1)
+
+
+class B2S6(StateSpace):
+    """Block-biased S6: complex modes, blocks of channels that select each for itself, and a bias that does not select.
+
+    As in the paper's Long Range Arena models it stands where S4D does, between a skip, a GELU and a gated output. How
+    weights start is not said there: here steps and modes as Mamba's and S4D's, the others at random, so that outputs
+    have the size of S4D's. w starts small: steps ten times as long would turn the fastest modes in whole circles.
+    """
+
+    blocks: int = 8
+    A_init: str = "lin"  # as S4D's
+    dt_min: float = 0.001
+    dt_max: float = 0.1
+
+    convolves: ClassVar[bool] = False
+    forms: ClassVar[set[str]] = set(SCANS)
+    groups: ClassVar[dict[str, str]] = {
+        "w": "ssm",
+        "b": "ssm",
+        "A_real": "ssm",
+        "A_imag": "ssm",
+        "B_bias": "no_decay",
+        "D": "no_decay",
+    }
+
+    def systems(self) -> list[System]:
+        J, P, N, normal = self.blocks, self.width // self.blocks, self.state // 2, nn.initializers.normal
+        own, maps = ("inner", None), (None, "inner", None, None)
+        shared = dict(
+            w=self.weight("w", normal(0.1 * P**-0.5), (J, P), own),
+            b=self.weight("b", inverse_softplus_dt(self.dt_min, self.dt_max), (J, P), own),
+            A=self.modes("A", starting_modes(self.A_init, N), (N,), (None,)),
+            B_weight=paired(self.weight("B_weight", normal(0.5 * P**-0.5), (2, J, P, N), maps)),
+            B_bias=paired(self.weight("B_bias", normal(0.5), (2, J, P, N), maps)),
+        )
+        both = self.weight("C", normal(P**-0.5), (1 if self.causal else 2, J, P, N), maps)
+        return [System(None, partial(b2s6_recurrence, **shared, C=C)) for C in both]
+
+    def check(self) -> None:
+        super().check()
+        check_divides("b2s6's blocks", self.blocks, "its width,", self.width)
+        choose("b2s6 A_init", self.A_init, INITS)

@@ -8,7 +8,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, 
 
 from model.ops import fused_ssd as op
 from model.ops.decays import STRONGEST
-from model.ops.ssd import ssd
+from model.ops.ssd import lacking, ssd
 from tests import zoo
 from tests.test_ssd import assert_same, both, normal
 
@@ -82,6 +82,22 @@ def test_devices_keep_their_rows_and_heads(groups):
     step = jax.jit(on_mesh).lower(placed).compile()
     assert_same(jax.value_and_grad(objective)(arrays), step(placed), within=2e-5)
     assert "all-gather" not in step.as_text()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("dtype", "channels", "reasons"),
+    [
+        ("bfloat16", 64, []),
+        ("float32", 64, []),
+        ("float64", 64, ["float64 (it takes bfloat16, float16, float32)"]),
+        ("float32", 24, ["24 channels of a head with 32 numbers each (it takes 16, 32, 64, 128 of both)"]),
+    ],
+)
+def test_what_a_gpu_leaves_to_the_products(monkeypatch, dtype, channels, reasons):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    x, k = (jax.ShapeDtypeStruct((B, 8, H, size), dtype) for size in (channels, N))
+    assert lacking(x, k) == reasons
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -14,8 +14,8 @@ from tests import zoo
 J, P, N = 2, 3, 4
 
 
-def weights(seed: int = 0) -> dict[str, jax.Array]:
-    draw = np.random.default_rng(seed).normal
+def weights() -> dict[str, np.ndarray]:
+    draw = np.random.default_rng(0).normal
     maps = (J, P, N)
     return dict(
         w=draw(size=(J, P)),
@@ -95,6 +95,15 @@ def test_the_bias_gives_every_channel_a_map_of_its_own():
     shared = np.asarray(last_output(u, **values))[:, :P]
     np.testing.assert_allclose(shared, shared[:, :1].repeat(P, axis=1), rtol=1e-5)
     assert np.ptp(own, axis=1).min() > 1e-2
+
+
+def test_it_never_holds_all_its_states_nor_all_that_its_tokens_chose():
+    mixer, x = B2S6(width=64), jnp.zeros((1, 4096, 64))
+    values = jax.eval_shape(lambda: nn.unbox(mixer.init(jax.random.key(0), x, Context())))
+    step = jax.jit(jax.grad(lambda values, x: jnp.sum(mixer.apply(values, x, Context())[0] ** 2), (0, 1)))
+    memory = step.lower(values, x).compile().memory_analysis().temp_size_in_bytes
+    states = x.shape[1] * mixer.state_bytes(0)
+    assert memory < 0.4 * states
 
 
 @pytest.mark.quick

@@ -39,28 +39,31 @@ def b2s6_recurrence(
     A: [N]; B_weight, B_bias, C: [J, P, N].
     """
     rows, L, D = u.shape
-    x = u.reshape(rows, L, *w.shape)
-    mapped = partial(jnp.einsum, "bljp,jpn->bljn", x)
-    dt = jax.nn.softplus(jnp.einsum("bljp,jp->blj", x, w)[..., None] + b)
-    held = B_weight / A
-    inputs = dict(x=x, dt=dt, B=jax.lax.complex(mapped(held.real), mapped(held.imag)), C=mapped(C))
-    if documents := marks(ctx):
-        inputs["dt"] = jnp.where(documents["real"][..., None, None], dt, 0)  # which leaves a state as it was
-        inputs["opens"] = documents["opens"] & documents["real"]
 
-    def expand(inputs, A, B_bias):
-        grown = jnp.expm1(inputs["dt"][..., None] * A)
-        a, b = 1 + grown, grown * (inputs["B"][..., None, :] + B_bias) * inputs["x"][..., None]
+    def expand(inputs, w, b, A, B_weight, B_bias, C):
+        x = inputs["x"]
+        dt = jax.nn.softplus(jnp.einsum("lbjp,jp->lbj", x, w)[..., None] + b)
+        if "real" in inputs:
+            dt = jnp.where(inputs["real"][..., None, None], dt, 0)  # which leaves the state as it was
+        grown = jnp.expm1(dt[..., None] * A)
+        a, B = 1 + grown, jax.lax.complex(chosen(x, B_weight.real), chosen(x, B_weight.imag)) + B_bias
         if "opens" in inputs:
-            a = jnp.where(inputs["opens"][..., None, None, None], 0, a)
-        return a, b
+            a = jnp.where((inputs["opens"] & inputs["real"])[..., None, None, None], 0, a)
+        return a, grown * B * x[..., None]
 
-    def contract(h, inputs, A, B_bias):
-        return 2 * jnp.sum(h.real * inputs["C"][..., None, :], axis=-1)
+    def contract(h, inputs, w, b, A, B_weight, B_bias, C):
+        return 2 * jnp.sum(h.real * chosen(inputs["x"], C), axis=-1)
 
     h0 = h0.reshape(rows, *w.shape, -1)
-    y, h = diagonal_scan(expand, contract, h0, inputs, (A, B_bias / A), implementation=implementation)
+    inputs = dict(x=u.reshape(rows, L, *w.shape)) | marks(ctx)
+    shared = (w, b, A, B_weight / A, B_bias / A, C)
+    y, h = diagonal_scan(expand, contract, h0, inputs, shared, implementation=implementation)
     return y.reshape(rows, L, D), h.reshape(rows, D, -1)
+
+
+def chosen(x: Array, weight: Array) -> Array:
+    """What a block's part of the token makes of a weight, for all its channels: `[..., J, 1, N]`."""
+    return jnp.einsum("lbjp,jpn->lbjn", x, weight)[..., None, :]
 
 
 class B2S6(StateSpace):

@@ -142,9 +142,9 @@ def grouped(leaf: Array, groups: int, axis: int = 2) -> Array:
 def fused(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, opens: Array | None, chunk: int | None):
     """The same products in kernels of their own, on GPUs.
 
-    With gradient on an H200 in float32, heads of 64 channels with 128 numbers each, against `chunked`: 256 rows of 64
-    tokens with 4 heads took 0.72 against 1.24 ms, 8 rows of 2,048 with 32 heads 4.7 against 4.8 ms, in less than half
-    the memory and compiled in 10 against 26 s. Both were 2e-3 from the loop in its gradients: TF32.
+    With gradient on an H200 in float32, 8 rows of 2,048 tokens, 32 heads of 64 channels with 128 numbers each: 4.7 ms
+    where `chunked` took 4.8, in less than half the memory, and compiled in 10 s instead of 26. On shorter rows both
+    were 2e-3 to 3e-3 from the loop, values and gradients: TF32.
     """
     if reasons := lacking(x, B):
         raise UserError(

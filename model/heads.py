@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from model.block import ACTIVATION
 from model.contract import Context, State, wide
 from model.documents import Reading, document_positions, open_reading
-from model.layers import dense, norm
+from model.layers import Embed, dense, norm
 from model.positions import Position
 from model.stack import Stack, mixer_of
 
@@ -52,14 +52,7 @@ class SequenceModel(nn.Module):
         `memory` `[B, M, D]` is what cross-attention reads; of `memory_segments` 0 is padding.
         """
         f = wide(self.dtype)
-        embed = nn.Embed(
-            self.vocab_size,
-            self.width,
-            dtype=self.dtype,
-            param_dtype=f,
-            embedding_init=nn.with_logical_partitioning(nn.initializers.normal(0.02), ("vocab", "embed")),
-            name="embed",
-        )
+        embed = Embed(self.vocab_size, self.width, dtype=self.dtype, name="embed")
         x = embed(tokens)
         if self.n_classes and self.pool == "cls":
             cls = self.param(
@@ -82,15 +75,15 @@ class SequenceModel(nn.Module):
 
         if self.n_classes:
             x = norm(self.norm, self.dtype, "norm")(pooled(x, segments, self.pool))
-            return dense(self.n_classes, ("embed", None), self.dtype, "classes", bias=True)(x).astype(f), state
+            return dense(self.n_classes, ("embed", None), self.dtype, "classes", bias=True, out=f)(x), state
         if at is not None:  # before the unembedding, which costs V per position
             x = jnp.take_along_axis(x, at[..., None], axis=1)
         x = norm(self.norm, self.dtype, "norm")(x)
         if self.tied:
             logits = embed.attend(x)
         else:
-            logits = dense(self.vocab_size, ("embed", "vocab"), self.dtype, "unembed")(x)
-        return logits.astype(f), state
+            logits = dense(self.vocab_size, ("embed", "vocab"), self.dtype, "unembed", out=f)(x)
+        return logits, state
 
     def place(self, x: jax.Array, segments: jax.Array | None, state: State) -> tuple[jax.Array | None, Reading | None]:
         """Positions within documents, `[B, L]` or None for 0, 1, 2, ..., and with a state the reading to go on from."""

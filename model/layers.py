@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from model.contract import wide
 from model.errors import UserError, choose
+from model.ops.embedding import rows
+from model.ops.product import product
 
 fan_in = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 
@@ -22,6 +24,7 @@ class Dense(nn.Module):
     bias: bool = False
     init: nn.initializers.Initializer = fan_in
     dtype: Any = jnp.float32
+    out: Any = None  # dtype of the result; None: `dtype`
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -33,10 +36,10 @@ class Dense(nn.Module):
 
         kernel_init = nn.with_logical_partitioning(flat_init, self.axes)
         kernel = self.param("kernel", kernel_init, (*contracted, *self.features), wide(self.dtype))
-        y = jnp.tensordot(x.astype(self.dtype), kernel.astype(self.dtype), self.inputs)
+        y = product(x.astype(self.dtype), kernel, self.inputs, self.out)
         if self.bias:
             bias_init = nn.with_logical_partitioning(nn.initializers.zeros_init(), self.axes[self.inputs :])
-            y = y + self.param("bias", bias_init, self.features, wide(self.dtype)).astype(self.dtype)
+            y = (y + self.param("bias", bias_init, self.features, wide(self.dtype))).astype(y.dtype)
         return y
 
 
@@ -46,6 +49,26 @@ def dense(
     """A `Dense` by its essentials."""
     features = (features,) if isinstance(features, int) else features
     return Dense(features, axes, dtype=dtype, name=name, **options)
+
+
+class Embed(nn.Module):
+    """A vector for every token id, and the way back: logits, in float32 whatever the dtype."""
+
+    vocab_size: int
+    width: int
+    scale: float = 0.02  # standard deviation at the start
+    dtype: Any = jnp.float32
+
+    def setup(self) -> None:
+        init = nn.with_logical_partitioning(nn.initializers.normal(self.scale), ("vocab", "embed"))
+        self.embedding = self.param("embedding", init, (self.vocab_size, self.width), wide(self.dtype))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return rows(self.embedding, tokens).astype(self.dtype)
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """The product of each vector with those of all ids, `[..., V]`."""
+        return product(x.astype(self.dtype), self.embedding.T, 1, wide(self.dtype))
 
 
 NORMS = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}

@@ -13,7 +13,7 @@ from flax import struct
 from model.contract import Context, State, wide
 from model.documents import document_positions, open_reading
 from model.errors import UserError
-from model.layers import dense
+from model.layers import Embed, dense
 from model.mixers.recurrent import GRU, gru, orthogonal_gates, to_gates
 from model.ops.attention import attention, attention_weights
 
@@ -129,15 +129,7 @@ class Seq2Seq(nn.Module):
         The source is not predicted: asked there, the model answers NaN.
         """
         real = jnp.ones(tokens.shape, jnp.int32) if segments is None else (segments > 0).astype(jnp.int32)
-        init = nn.with_logical_partitioning(nn.initializers.normal(1.0), ("vocab", "embed"))
-        embed = nn.Embed(
-            self.vocab_size,
-            self.width,
-            dtype=self.dtype,
-            param_dtype=wide(self.dtype),
-            embedding_init=init,
-            name="embed",
-        )
+        embed = Embed(self.vocab_size, self.width, scale=1.0, dtype=self.dtype, name="embed")
         y = nn.Dropout(self.dropout, name="embed_dropout")(embed(tokens), deterministic=not train)
         y = nn.with_logical_constraint(y, ("batch", None, None))  # whole rows: the loops go along them
         if state:
@@ -189,7 +181,7 @@ class Seq2Seq(nn.Module):
         if at is not None:  # before the unembedding, which costs V per position
             x = jnp.take_along_axis(x, jnp.maximum(at, 0)[..., None], axis=1)
         x = dense((self.width, 2), ("embed", "mlp", None), self.dtype, "readout")(x).max(-1)
-        logits = dense(self.vocab_size, ("embed", "vocab"), self.dtype, "unembed")(x).astype(wide(self.dtype))
+        logits = dense(self.vocab_size, ("embed", "vocab"), self.dtype, "unembed", out=wide(self.dtype))(x)
         return logits if at is None else jnp.where(at[..., None] >= 0, logits, jnp.nan)
 
     def limit(self) -> None:

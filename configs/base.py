@@ -23,6 +23,7 @@ def get_config() -> ConfigDict:
     c.target = 0.0  # stop early once validation accuracy reaches this; 0: never
     c.nonfinite = "stop"  # on a non-finite loss: stop, skip (drop the update) or rollback (to the last checkpoint)
     c.max_rollbacks = 3
+    c.deterministic = True  # the same bits every time, on GPUs too; False: their fastest kernels
     c.tensorboard = False  # also write TensorBoard events beside metrics.jsonl
     # Keys that may change when a run is resumed; a change to any other is refused.
     c.resume_safe = (

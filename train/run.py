@@ -16,6 +16,7 @@ import data
 from data import pipeline
 from model import build
 from model.errors import UserError
+from model.ops.cudnn_attention import deterministic as deterministic_attention
 from train import config as configs
 from train import sharding
 from train.optim import optimizer, schedule
@@ -69,8 +70,8 @@ def prepare(config: ConfigDict) -> Run:
         model=model,
         abstract=abstract,
         init=partial(jax.jit(lambda seed: nn.unbox(init(seed)), out_shardings=shardings), seed),
-        train_step=on_mesh(step, mesh, rules, donate_argnums=0, out_shardings=(shardings, replicated)),
-        eval_step=on_mesh(eval_step(model, task.attributes), mesh, rules, out_shardings=replicated),
+        train_step=on_mesh(step, mesh, config, donate_argnums=0, out_shardings=(shardings, replicated)),
+        eval_step=on_mesh(eval_step(model, task.attributes), mesh, config, out_shardings=replicated),
     )
 
 
@@ -92,21 +93,26 @@ def at_length(run: Run, length: int) -> Run:
     c.batch_size = max((n for n in range(share, room + 1, share) if examples % n == 0), default=share)
     c.eval_batches = examples // c.batch_size
     model = model_for(task, c)  # the same parameters; where the tail begins may depend on the length
-    step = on_mesh(
-        eval_step(model, task.attributes),
-        mesh,
-        sharding.rules_of(c.mesh),
-        out_shardings=sharding.replicated(mesh),
-    )
+    step = on_mesh(eval_step(model, task.attributes), mesh, c, out_shardings=sharding.replicated(mesh))
     return dataclasses.replace(run, config=c, task=task, model=model, eval_step=step)
 
 
-def on_mesh(function: Callable, mesh: Mesh, rules: list[tuple[str, tuple[str, ...]]], **options: Any) -> Callable:
-    """Jitted, with the mesh and the axis rules in force while it is traced, and only then."""
+def on_mesh(function: Callable, mesh: Mesh, config: ConfigDict, **options: Any) -> Callable:
+    """Jitted, with the mesh and the axis rules in force while it is traced, and only then.
+
+    On a GPU a deterministic run's programs get no operations whose bits depend on the order in which threads arrive.
+    """
+    exact, rules = config.deterministic, sharding.rules_of(config.mesh)
 
     @wraps(function)
     def traced(*args):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(rules):
+        with (
+            jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+            nn.logical_axis_rules(rules),
+            deterministic_attention(exact),
+        ):
             return function(*args)
 
+    if exact and mesh.devices.flat[0].platform == "gpu":
+        options["compiler_options"] = {"xla_gpu_exclude_nondeterministic_ops": True}
     return jax.jit(traced, **options)

@@ -3,23 +3,14 @@
 import jax
 import jax.numpy as jnp
 
+from model.ops.cudnn_attention import flash_attention
 from model.ops.scores import Form, Operands
 
 
-def cudnn(form: Form, o: Operands) -> tuple[jax.Array, None]:
+def cudnn(form: Form, o: Operands) -> tuple[jax.Array, jax.Array]:
     """cuDNN's flash attention on NVIDIA GPUs."""
     B, L, G, R, K = o.q.shape
-    near = form.window - 1 if form.window else None
-    out = jax.nn.dot_product_attention(
-        o.q.reshape(B, L, G * R, K),
-        o.k,
-        o.v,
-        scale=form.scale,
-        is_causal=form.causal,
-        local_window_size=None if near is None else (near, 0 if form.causal else near),
-        implementation="cudnn",
-    )
-    return out, None
+    return flash_attention(o.q.reshape(B, L, G * R, K), o.k, o.v, form.scale, form.causal, form.window)
 
 
 def splash(form: Form, o: Operands, interpret: bool = False) -> tuple[jax.Array, None]:

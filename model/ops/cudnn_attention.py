@@ -1,4 +1,4 @@
-"""cuDNN's flash attention, called by its name in XLA (`__cudnn$fmhaSoftmax`), with a gradient that can be deterministic.
+"""cuDNN's flash attention, called by its name in XLA (`__cudnn$fmhaSoftmax`), deterministic where that is asked for.
 
 `jax.nn.dot_product_attention` makes the same calls, but does not tell them to be deterministic. XLA does, where a
 program is compiled with `xla_gpu_exclude_nondeterministic_ops`; only, of several equal calls in a program it tells the

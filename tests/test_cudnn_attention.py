@@ -1,4 +1,4 @@
-"""cuDNN's calls as XLA will read them: made on any machine, run on a GPU (`python -m experiments.bench determinism`)."""
+"""cuDNN's calls as XLA will read them: made on any machine, run on a GPU by `experiments.bench determinism`."""
 
 import json
 import re

@@ -52,7 +52,7 @@ class Line:
     ):
         self.rank, self.names = rank, names
         self._sockets, self._end_process = sockets, end
-        self._buffers = dict.fromkeys(sockets, b"")
+        self._buffers = {rank: bytearray() for rank in sockets}
         self._changed = threading.Condition()  # guards all below, and sending
         self._rounds: collections.Counter[str] = collections.Counter()
         self._given: dict[str, dict[int, Any]] = {}  # the first process collects here
@@ -221,7 +221,8 @@ class Line:
             data = b""
         with self._changed:
             self._heard[rank] = time.monotonic()
-            *lines, self._buffers[rank] = (self._buffers[rank] + data).split(b"\n")
+            self._buffers[rank] += data
+            *lines, self._buffers[rank] = self._buffers[rank].split(b"\n") if b"\n" in data else [self._buffers[rank]]
             for line in lines:
                 message = json.loads(line)
                 if self.rank == 0:

@@ -25,7 +25,8 @@ def get_config() -> ConfigDict:
     c.max_rollbacks = 3
     c.deterministic = True  # the same bits every time, on GPUs too; False: their fastest kernels
     c.tensorboard = False  # also write TensorBoard events beside metrics.jsonl
-    # Keys that may change when a run is resumed; a change to any other is refused.
+    # Keys that may change when a run is resumed; a change to any other is refused. `mesh.*` is all that begin so.
+    # A result row lists the changes that were made.
     c.resume_safe = (
         "steps",
         "log_every",
@@ -37,6 +38,7 @@ def get_config() -> ConfigDict:
         "nonfinite",
         "max_rollbacks",
         "tensorboard",
+        "mesh.*",
         "resume_safe",
     )
 

@@ -30,9 +30,9 @@ def run(*words: str, timeout: int = 120) -> subprocess.CompletedProcess:
 class fork:
     """`python -m words...`, going on while the test does."""
 
-    def __init__(self, *words: str):
+    def __init__(self, *words: str, **environment: str):
         self.folder = tempfile.TemporaryDirectory()
-        self.process = READY.Process(target=_become, args=(words, self.folder.name), daemon=True)
+        self.process = READY.Process(target=_become, args=(words, self.folder.name, environment), daemon=True)
         self.process.start()
         self.pid = self.process.pid
 
@@ -58,10 +58,10 @@ class fork:
         return Path(self.folder.name, "stderr").read_text()
 
 
-def _become(words: tuple[str, ...], folder: str) -> None:
+def _become(words: tuple[str, ...], folder: str, environment: dict[str, str]) -> None:
     for name, number in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), number)
     os.chdir(ROOT)
-    os.environ.update(PLAIN)
+    os.environ.update(PLAIN | environment)
     sys.argv = list(words)
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)

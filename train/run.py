@@ -17,7 +17,7 @@ from model import build, placement
 from model.errors import UserError
 from model.ops.cudnn_attention import deterministic as deterministic_attention
 from train import config as configs
-from train import sharding
+from train import hosts, sharding
 from train.optim import optimizer, schedule
 from train.step import RunState, eval_step, init_state, train_step
 
@@ -72,7 +72,7 @@ def prepare(config: ConfigDict) -> Run:
         batch_sharding=sharding.batch_sharding(mesh, rules),
         model=model,
         abstract=abstract,
-        init=partial(jax.jit(lambda seed: nn.unbox(init(seed)), out_shardings=shardings), seed),
+        init=partial(hosts.in_step(jax.jit(lambda seed: nn.unbox(init(seed)), out_shardings=shardings)), seed),
         train_step=on_mesh(step, mesh, config, donate_argnums=0, out_shardings=(shardings, replicated)),
         eval_step=on_mesh(eval_step(model, task.attributes), mesh, config, out_shardings=replicated),
     )
@@ -116,4 +116,4 @@ def on_mesh(function: Callable, mesh: Mesh, config: ConfigDict, **options: Any) 
 
     if exact and mesh.devices.flat[0].platform == "gpu":
         options["compiler_options"] = {"xla_gpu_exclude_nondeterministic_ops": True}
-    return jax.jit(traced, **options)
+    return hosts.in_step(jax.jit(traced, **options))

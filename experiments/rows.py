@@ -87,8 +87,8 @@ def summarise(rows: Sequence[Row], metric: str) -> Summary:
 def unfold(rows: Sequence[Row]) -> list[Row]:
     """A row for each length that a run was tested at: labelled `length`, its `test/length_512/loss` as `test/loss`.
 
-    A run without numbers has failed at the lengths that its other seeds have, or else at all there are. Where no run
-    was tested at other lengths, rows come back as they are.
+    A run without numbers has failed at the lengths that its other seeds have, or else at all there are; one that ran
+    out of memory at a length has failed there. Where no run was tested at other lengths, rows come back as they are.
     """
     every = _lengths(rows)
     if not every:
@@ -109,8 +109,10 @@ def _at_length(metrics: Mapping[str, float], length: int) -> dict[str, float]:
 
 
 def _lengths(rows: Iterable[Row]) -> list[int]:
+    rows = list(rows)
     found = (re.match(r"test/length_(\d+)/", name) for row in rows for name in row["metrics"])
-    return sorted({int(match[1]) for match in found if match})
+    tried = {int(length) for row in rows for length in row.get("untested", {})}
+    return sorted({int(match[1]) for match in found if match} | tried)
 
 
 def group(rows: Iterable[Row], keys: Sequence[str]) -> dict[tuple, list[Row]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 from absl import app, flags, logging
 
-from model.errors import UserError, closest
+from model.errors import UserError, closest, out_of_memory
 
 OVERRIDES = flags.DEFINE_multi_string("override", [], "KEY=VALUE in the config; written --config.KEY=VALUE.")
 
@@ -22,6 +22,13 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+        reason = out_of_memory(error)
+        if reason is None:
+            raise
+        hint = "lower batch_size, recompute by model.remat=True or share out by mesh.fsdp"
+        print(f"error: {reason}; {hint}", file=sys.stderr)
+        sys.exit(1)
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -16,7 +16,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from data import pipeline
-from model.errors import UserError
+from model.errors import UserError, out_of_memory
 from train import config as configs
 from train.checkpoint import Checkpoints, read_manifest, step_folder
 from train.evaluate import evaluate, mean, scalars
@@ -89,7 +89,7 @@ def loop(
     batches = stream(run, state)
     batch = put_batch(next(batches), run.mesh)
     reached = has_reached(scores, c)
-    status, pending = "finished", None
+    status, pending, untested = "finished", None, {}
 
     with (
         MetricsLog(folder / "metrics.jsonl", step if restored is not None else None, c.tensorboard) as log,
@@ -137,9 +137,10 @@ def loop(
         logging.error("non-finite loss at step %d; the last good checkpoint is kept", step)
     else:
         status = "target" if reached else status
-        scores = scores | validate(run, state, "test") | at_lengths(lengths, state)
+        at_others, untested = at_lengths(lengths, state)
+        scores = scores | validate(run, state, "test") | at_others
     checkpoints.wait()
-    return finish(run, folder, status, step, int(state.nonfinite), scores, clock)
+    return finish(run, folder, status, step, int(state.nonfinite), scores, untested, clock)
 
 
 def has_reached(scores: dict[str, float], c: ConfigDict) -> bool:
@@ -170,15 +171,25 @@ def validate(run: Run, state: RunState, split: str, prefix: str = "") -> dict[st
     return scalars(evaluate(run.eval_step, state.params, batches, run.mesh), prefix or split)
 
 
-def at_lengths(lengths: Mapping[int, Run], state: RunState) -> dict[str, float]:
-    """Test scores at every length asked for, named `test/length_512/METRIC`; none where the model cannot go."""
+def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[dict[str, float], dict[str, str]]:
+    """Test scores at every length asked for, named `test/length_512/METRIC`; none where the model cannot go.
+
+    Second, the lengths that this machine has no room for, with the reason: they count as failed, not as impossible.
+    """
     scores: dict[str, float] = {}
+    untested: dict[str, str] = {}
     for length, run in lengths.items():
         try:
             scores |= validate(run, state, "test", f"test/length_{length}")
         except UserError as error:
             print(f"not tested at length {length}: {error}")
-    return scores
+        except (MemoryError, jax.errors.JaxRuntimeError) as error:
+            reason = out_of_memory(error)
+            if reason is None:
+                raise
+            print(f"not tested at length {length}: {reason}")
+            untested[str(length)] = "out of memory"
+    return scores, untested
 
 
 def report(log: MetricsLog, progress: Progress, clock: "Clock", c: ConfigDict, step: int, sums: dict) -> bool:
@@ -213,7 +224,14 @@ def save(checkpoints: Checkpoints, step: int, state: RunState, scores: dict, bes
 
 
 def finish(
-    run: Run, folder: Path, status: str, steps: int, nonfinite: int, scores: dict[str, float], clock: "Clock"
+    run: Run,
+    folder: Path,
+    status: str,
+    steps: int,
+    nonfinite: int,
+    scores: dict[str, float],
+    untested: dict[str, str],
+    clock: "Clock",
 ) -> dict[str, Any]:
     """Writes the result row: its presence says that the run is over."""
     c, device = run.config, jax.devices()[0]
@@ -240,6 +258,7 @@ def finish(
         "baselines": run.task.baselines(),
         "nonfinite": nonfinite,
         "metrics": scores,
+        "untested": untested,
     }
     if jax.process_index() == 0:
         write_json(folder / "result.json", result)

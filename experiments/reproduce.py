@@ -21,7 +21,7 @@ from model.errors import UserError, choose
 from train import cli
 
 SCALE = flags.DEFINE_string("scale", None, f"One of {', '.join(SCALES)}, where the table has it.")
-JOBS = flags.DEFINE_integer("jobs", None, "Runs at once; default one per core, or one on an accelerator.")
+JOBS = flags.DEFINE_integer("jobs", None, "Runs at once; default one per accelerator, or one per core.")
 OUT = flags.DEFINE_string(
     "out", None, "Folder of TABLE alone; default runs/TABLE, or runs/TABLE-SCALE at another than its first scale."
 )

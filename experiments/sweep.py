@@ -23,7 +23,7 @@ ZIP = flags.DEFINE_multi_string("zip", [], "KEY=V1,V2;KEY=W1,W2: values side by 
 LIST = flags.DEFINE_multi_string("list", [], "KEY=V,KEY=W;KEY=V: settings as written; may be repeated.")
 SEEDS = flags.DEFINE_integer("seeds", 1, "Runs of each setting, with seeds 0, 1, ...")
 OUT = flags.DEFINE_string("out", None, "Folder of the sweep; each run gets a folder in it.")
-JOBS = flags.DEFINE_integer("jobs", None, "Runs at once; default one per core, or one on an accelerator.")
+JOBS = flags.DEFINE_integer("jobs", None, "Runs at once; default one per accelerator, or one per core.")
 DRY_RUN = flags.DEFINE_bool("dry-run", False, "Only print the commands.")
 LAUNCHER = flags.DEFINE_string("launcher", "local", f"How runs are started: {', '.join(LAUNCHERS)}.")
 

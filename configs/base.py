@@ -80,7 +80,7 @@ def get_config() -> ConfigDict:
     c.mesh.expert = 1
     # Logical axis -> mesh axes; what is not named is replicated.
     c.mesh.rules = (
-        ("batch", ("data", "fsdp")),
+        ("batch", ("data", "fsdp", "expert")),
         ("length", ("sequence",)),
         ("embed", ("fsdp",)),
         ("heads", ("tensor",)),

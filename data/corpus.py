@@ -1,20 +1,35 @@
 """A text file, or all files of a folder, as one run of bytes of which nothing is held in memory."""
 
 import functools
+import os
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import FileIO
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
+from model.errors import UserError
+
 SEPARATOR = 0  # between files: no text holds a zero byte, so a model can see that another file begins
 
 
 @functools.lru_cache(maxsize=256)
-def _mapped(path: str) -> np.ndarray:
-    return np.memmap(path, np.uint8, mode="r")
+def _opened(path: str) -> FileIO:
+    return open(path, "rb", buffering=0)
+
+
+def _read(path: str, start: int, n: int) -> np.ndarray:
+    # Read and not mapped: a page that cannot be had, of a file that has shrunk say, would kill the process.
+    try:
+        found = np.frombuffer(os.pread(_opened(path).fileno(), n, start), np.uint8)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    if found.size < n:
+        raise UserError(f"{path} has become shorter since it was opened; put it back, or begin a new run")
+    return found
 
 
 @dataclass(frozen=True)
@@ -28,12 +43,16 @@ class Corpus:
         out = np.full(n, SEPARATOR, np.uint8)
         at = bisect_right(self.starts, start) - 1
         while at < len(self.paths) and self.starts[at] < start + n:
-            skip = max(start - self.starts[at], 0)
-            piece = _mapped(self.paths[at])[skip : start + n - self.starts[at]]
-            where = self.starts[at] + skip - start
-            out[where : where + piece.size] = piece
+            first, end = self.starts[at], self.end(at)
+            low, high = max(start, first), min(start + n, end)
+            if low < high:
+                out[low - start : high - start] = _read(self.paths[at], low - first, high - low)
             at += 1
         return out
+
+    def end(self, at: int) -> int:
+        """One past the last byte of a file."""
+        return self.starts[at + 1] - 1 if at + 1 < len(self.starts) else self.size
 
     def chunks(self, size: int = 1 << 22) -> Iterator[np.ndarray]:
         """All of it, in order."""
@@ -42,12 +61,15 @@ class Corpus:
 
 def open_corpus(path: Path) -> Corpus:
     """A file, or those of a folder and its subfolders sorted by path; hidden and empty ones are skipped."""
-    if path.is_dir():
-        inside = (p.relative_to(path).parts for p in path.rglob("*") if p.is_file())
-        files = [path.joinpath(*parts) for parts in sorted(inside) if not any(x.startswith(".") for x in parts)]
-    else:
-        files = [path]
-    sized = [(str(p), p.stat().st_size) for p in files]
+    try:
+        if path.is_dir():
+            inside = (p.relative_to(path).parts for p in path.rglob("*") if p.is_file())
+            files = [path.joinpath(*parts) for parts in sorted(inside) if not any(x.startswith(".") for x in parts)]
+        else:
+            files = [path]
+        sized = [(str(p), p.stat().st_size) for p in files]
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename or path}: {error.strerror}") from error
     sized = [(p, n) for p, n in sized if n]
     ends = list(accumulate(n + 1 for _, n in sized))
     return Corpus(tuple(p for p, _ in sized), (0, *ends[:-1]), ends[-1] - 1 if ends else 0)

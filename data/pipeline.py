@@ -1,23 +1,40 @@
-"""Batches as a pure function of (task, seed, split, batch_size, step): nothing to store, nothing to restore.
+"""Batches as a pure function of (task, seed, split, size, step) and row numbers: nothing to store or restore.
 
-The same for any number of hosts, each of which makes only its own rows, and after any restart.
+Whoever holds some rows of a global batch makes those rows, so batches are the same for any number of hosts, on any
+mesh, and after any restart.
 """
 
 import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
 
+from data.kept import Blocks, FixedSets
 from data.rng import Stream
 from data.task import Example, Task
 from model.errors import UserError
 
+MiB = 1 << 20
+FIXED = FixedSets(512 * MiB)  # finite splits; the training set of Long Range Arena's ListOps takes 370
+ASKED = Blocks(128 * MiB)  # what each evaluation asks again of an endless split
+PASSING = Blocks(32 * MiB)  # of what is not seen again, the last blocks: neighbours come from one
 
-@functools.lru_cache(maxsize=8)
-def shuffled(seed: int, order: int, n: int, epoch: int) -> np.ndarray:
-    """The order [n] in which one epoch goes through a training set of n examples."""
-    return Stream(seed, "epochs", order).at(epoch).permutation(n)
+
+@dataclass(frozen=True)
+class Batch:
+    """The global batch of a step, of which any rows can be made without the others."""
+
+    task: Task
+    seed: int
+    split: str
+    size: int  # rows
+    step: int
+    order: int | None = 0
+
+    def rows(self, numbers: np.ndarray) -> Example:
+        return batch_at(self.task, self.seed, self.split, self.size, self.step, numbers, self.order)
 
 
 def batch_at(
@@ -26,78 +43,95 @@ def batch_at(
     split: str,
     batch_size: int,
     step: int,
-    host: int = 0,
-    hosts: int = 1,
+    rows: np.ndarray | None = None,
     order: int | None = 0,
 ) -> Example:
-    """One host's rows, a contiguous part, of the global batch of a step.
+    """The rows with these numbers, in their order, of the global batch of a step; None: all of them.
 
     `seed` makes the examples. `order` concerns the train split alone: another one shuffles a finite set
     differently, or draws different examples of an endless stream. With None, and in the other splits, rows
     come in order, and those past the end have weight 0.
     """
-    if batch_size < 1 or batch_size % hosts:
-        near = max(round(batch_size / hosts), 1) * hosts
-        raise UserError(f"batch_size is {batch_size}; allowed: multiples of {hosts} hosts; closest: {near}")
+    if batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}; allowed: at least 1; closest: 1")
     n = task.size(split)
-    rows = batch_size // hosts
-    start = step * batch_size + host * rows
     training = split == "train" and order is not None
-    index = place = np.arange(start, start + rows)
-    if n is not None and training:
-        epoch, turn = np.divmod(index, n)
-        place = np.array([shuffled(seed, order, n, e)[t] for e, t in zip(epoch, turn, strict=True)])
-        index = epoch * n + place
-    elif n is not None:
-        index = place = np.minimum(index, n - 1)
-    batch = gather(task, seed, split, order if training and n is None else 0, index, place)
-    if n is not None and not training:
-        batch["weights"][np.arange(start, start + rows) >= n] = 0
+    index = step * batch_size + (np.arange(batch_size) if rows is None else rows)
+    if n is None:
+        return gather(task, seed, split, order if training else 0, index, index)
+    if training:
+        epoch, place = passed(seed, order, n, index)
+        return (
+            gather(task, seed, split, 0, epoch * n + place, place) if task.by_epoch else fixed(task, seed, split, place)
+        )
+    batch = fixed(task, seed, split, np.minimum(index, n - 1))
+    batch["weights"][index >= n] = 0
     return batch
+
+
+def passed(seed: int, order: int, n: int, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The epoch [B] and the place [B] in a training set of n where the shuffled passes through it have come."""
+    epoch, turn = np.divmod(index, n)
+    place = np.empty_like(turn)
+    for e in np.unique(epoch):
+        place[epoch == e] = shuffled(seed, order, n, int(e))[turn[epoch == e]]
+    return epoch, place
+
+
+@functools.lru_cache(maxsize=2)  # a batch may lie across the end of an epoch
+def shuffled(seed: int, order: int, n: int, epoch: int) -> np.ndarray:
+    """The order [n] in which one epoch goes through a training set of n examples."""
+    return Stream(seed, "epochs", order).at(epoch).permutation(n)
+
+
+def fixed(task: Task, seed: int, split: str, place: np.ndarray) -> Example:
+    """Examples `place` [B] of a finite split."""
+
+    def make(first: int) -> Example:
+        return task.examples(split, first, Stream(seed, split).at(first))
+
+    found = FIXED.rows((task, seed, split), task.size(split), task.block, make, place)
+    return gather(task, seed, split, 0, place, place) if found is None else found
 
 
 def gather(task: Task, seed: int, split: str, order: int, index: np.ndarray, place: np.ndarray) -> Example:
     """Examples `index` [B], with the random numbers of `place` [B], sliced out of the blocks they are made in."""
+
+    def make(index: int, place: int) -> Example:
+        return task.examples(split, index, Stream(seed, split, order).at(place))
+
+    kept = PASSING if split == "train" else ASKED
     row = place % task.block
     cuts = np.flatnonzero((np.diff(place) != 1) | (np.diff(index) != 1) | (row[1:] == 0)) + 1
     parts = []
     for i, j in zip([0, *cuts], [*cuts, len(place)], strict=True):
-        made = block_at(task, seed, split, order, int(index[i] - row[i]), int(place[i] - row[i]))
+        first = int(index[i] - row[i]), int(place[i] - row[i])
+        made = kept.get((task, seed, split, order, *first), functools.partial(make, *first))
         parts.append({key: array[row[i] : row[i] + j - i] for key, array in made.items()})
     return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
-# Neighbours come from one block, and a fixed training set of blocks is made once.
-@functools.lru_cache(maxsize=4096)
-def block_at(task: Task, seed: int, split: str, order: int, index: int, place: int) -> Example:
-    return task.examples(split, index, Stream(seed, split, order).at(place))
-
-
-def eval_batches(
-    task: Task, seed: int, split: str, batch_size: int, n_batches: int = 0, host: int = 0, hosts: int = 1
-) -> Iterator[Example]:
+def eval_batches(task: Task, seed: int, split: str, batch_size: int, n_batches: int = 0) -> Iterator[Batch]:
     """The first n_batches of a split; 0: all of a finite one, its last batch filled up with weight 0."""
+    check_countable(task, split, n_batches)
     n = task.size(split)
-    if n_batches == 0 and n is None:
-        raise UserError(f"eval_batches is 0, but {task.name} has an endless {split} split; allowed: at least 1")
     whole = -(-n // batch_size) if n is not None else n_batches
     for step in range(min(n_batches or whole, whole)):
-        yield batch_at(task, seed, split, batch_size, step, host, hosts, order=None)
+        yield Batch(task, seed, split, batch_size, step, order=None)
+
+
+def check_countable(task: Task, split: str, n_batches: int) -> None:
+    """Refuses to evaluate all of a split that has no end."""
+    if n_batches == 0 and task.size(split) is None:
+        raise UserError(f"eval_batches is 0, but {task.name} has an endless {split} split; allowed: at least 1")
 
 
 def stream(
-    task: Task,
-    seed: int,
-    batch_size: int,
-    start: int = 0,
-    host: int = 0,
-    hosts: int = 1,
-    offset: int = 0,
-    order: int = 0,
-) -> Iterator[Example]:
-    """Training batches from a global step on, each made when it is asked for.
+    task: Task, seed: int, batch_size: int, start: int = 0, stop: int | None = None, offset: int = 0, order: int = 0
+) -> Iterator[Batch]:
+    """Training batches of the global steps from `start` to before `stop`; None: for ever.
 
     The batch of step s is that of data step s + offset: after a roll-back, another offset brings new data.
     """
-    for step in count(start + offset):
-        yield batch_at(task, seed, "train", batch_size, step, host, hosts, order)
+    for step in count(start) if stop is None else range(start, stop):
+        yield Batch(task, seed, "train", batch_size, step + offset, order)

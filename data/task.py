@@ -35,6 +35,7 @@ class Task:
     kind: ClassVar[str]  # lm, classify
     n_classes: ClassVar[int] = 0  # classify only
     block: ClassVar[int] = 1  # examples made together from one random stream, where that is faster
+    by_epoch: ClassVar[bool] = False  # whether a finite training set changes from epoch to epoch
 
     def __post_init__(self) -> None:
         self.check()
@@ -58,8 +59,8 @@ class Task:
     def examples(self, split: str, index: int, rng: np.random.Generator) -> Example:
         """Examples index..index + block - 1, stacked, pure in its arguments; `index` is a multiple of `block`.
 
-        Over a finite training set the index runs on past the end: index // size is the epoch, index % size
-        the place, and `rng` depends on the place alone.
+        Over a training set that changes `by_epoch` the index runs on past the end: index // size is the epoch,
+        index % size the place, and `rng` depends on the place alone.
         """
         return {key: array[None] for key, array in self.example(split, index, rng).items()}
 

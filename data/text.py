@@ -30,6 +30,7 @@ class Text(Task):
     name: ClassVar[str] = "text"
     kind: ClassVar[str] = "lm"
     vocab_size: ClassVar[int] = 256
+    by_epoch: ClassVar[bool] = True  # the phase
 
     path: str = ""  # a file, or a folder: all its files, sorted, hidden ones skipped, a zero byte between two
     length: int = 256  # bytes the model sees

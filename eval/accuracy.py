@@ -30,7 +30,7 @@ def measure(restored: Restored, split: str) -> dict[str, Any]:
     """Numbers over the first `eval_batches` batches of a split, or over all of it."""
     run, c = restored.run, restored.run.config
     batches = pipeline.eval_batches(run.task, c.data.seed, split, c.batch_size, c.eval_batches)
-    totals = tally(run.eval_step, restored.params, batches, run.mesh)
+    totals = tally(run.eval_step, restored.params, batches, run.batch_sharding)
     loss = float(mean(*totals["loss"]))
     asked, there = c.eval_batches * c.batch_size, run.task.size(split)
     return {

@@ -55,7 +55,7 @@ def measure(spec: str, overrides: Sequence[tuple[str, str]], steps: int, rounds:
 def step_alone(run: Run, steps: int) -> Iterator[float]:
     """Seconds per step with nothing around it, on one batch already on the device; each `next` measures."""
     c = run.config
-    batch = put_batch(pipeline.batch_at(run.task, c.data.seed, "train", c.batch_size, 0), run.mesh)
+    batch = put_batch(pipeline.Batch(run.task, c.data.seed, "train", c.batch_size, 0), run.batch_sharding)
     state = run.init()
     while True:
         start, pending = time.perf_counter(), None

@@ -37,8 +37,8 @@ def one_step(config, n: int = 1):
     run = prepare(config)
     state = run.init()
     for step in range(n):
-        batch = pipeline.batch_at(run.task, 0, "train", config.batch_size, step)
-        state, sums = run.train_step(state, sharding.put_batch(batch, run.mesh))
+        batch = pipeline.Batch(run.task, 0, "train", config.batch_size, step)
+        state, sums = run.train_step(state, sharding.put_batch(batch, run.batch_sharding))
     return jax.device_get(sums), jax.device_get(state.params)
 
 
@@ -85,7 +85,7 @@ def test_parameters_really_are_sharded():
 
 @pytest.mark.quick
 def test_what_the_mesh_cannot_share_out_is_refused():
-    with pytest.raises(UserError, match=r"batch_size 6 .* mesh.data x mesh.fsdp = 8; closest that does: 8"):
+    with pytest.raises(UserError, match=r"batch_size 6 .* mesh.fsdp x mesh.expert = 8; closest that does: 8"):
         prepare(load(("batch_size", "6")))
     with pytest.raises(UserError, match=r"length 18 does not divide over mesh.sequence = 8"):
         prepare(load(("data.mqar.length", "18"), ("mesh.data", "1"), ("mesh.sequence", "8")))
@@ -161,7 +161,7 @@ def test_one_step_compiles_once():
     counted = jax.jit(chex.assert_max_traces(step, n=1))
     state = run.init()
     for i in range(3):
-        batch = sharding.put_batch(pipeline.batch_at(run.task, 0, "train", 16, i), run.mesh)
+        batch = sharding.put_batch(pipeline.Batch(run.task, 0, "train", 16, i), run.batch_sharding)
         state, _ = counted(state, batch)
     chex.assert_tree_all_finite(state.params)
     chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(run.init), run.abstract)
@@ -250,9 +250,9 @@ def test_a_classifier_trains_on_padded_documents(mixers):
     ]
     run = prepare(configs.load("configs/listops.py", [*choice, *short, ("model.width", "16"), ("batch_size", "16")]))
     state, losses = run.init(), []
-    batch = pipeline.batch_at(run.task, 0, "train", 16, 0)
+    batch = pipeline.Batch(run.task, 0, "train", 16, 0)
     for _ in range(8):
-        state, sums = run.train_step(state, sharding.put_batch(batch, run.mesh))
+        state, sums = run.train_step(state, sharding.put_batch(batch, run.batch_sharding))
         losses.append(float(sums["loss"][0]) / 16)
     assert losses[-1] < losses[0] < 3.5
 

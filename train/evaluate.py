@@ -5,34 +5,35 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import NamedSharding
 
+from data.pipeline import Batch
 from train.sharding import put_batch
 
 
 def evaluate(
     step: Callable[[Any, Mapping[str, jax.Array]], dict],
     params: Any,
-    batches: Iterable[Mapping[str, np.ndarray]],
-    mesh: Mesh,
+    batches: Iterable[Batch],
+    sharding: NamedSharding,
 ) -> dict[str, np.ndarray]:
     """Means over all batches: `loss`, `accuracy`, and a vector over bins for every `accuracy/ATTRIBUTE`."""
-    totals = tally(step, params, batches, mesh)
+    totals = tally(step, params, batches, sharding)
     return {name: mean(total, count) for name, (total, count) in totals.items()}
 
 
 def tally(
     step: Callable[[Any, Mapping[str, jax.Array]], dict],
     params: Any,
-    batches: Iterable[Mapping[str, np.ndarray]],
-    mesh: Mesh,
+    batches: Iterable[Batch],
+    sharding: NamedSharding,
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """What `evaluate` takes the means of: (sum, count) over all batches."""
     totals: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     # One batch behind the device, so that the next is on its way while this one is added up.
     pending = None
     for batch in batches:
-        current = step(params, put_batch(batch, mesh))
+        current = step(params, put_batch(batch, sharding))
         add(totals, pending)
         pending = current
     add(totals, pending)

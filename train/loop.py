@@ -1,5 +1,6 @@
 """A run from start to result: build, open the folder, restore, loop, report."""
 
+import contextlib
 import dataclasses
 import math
 import statistics
@@ -20,10 +21,11 @@ from model.errors import UserError, out_of_memory
 from train import config as configs
 from train.checkpoint import Checkpoints, read_manifest, step_folder
 from train.evaluate import evaluate, mean, scalars
+from train.feed import Feed
 from train.log import MetricsLog, Progress
 from train.revision import revision
 from train.run import Run, at_length, prepare
-from train.sharding import put_batch, replicated
+from train.sharding import replicated
 from train.step import RunState
 from train.workdir import graceful_stop, open_workdir, read_json, write_json
 
@@ -85,9 +87,8 @@ def loop(
     if restored is not None:
         print(f"resumed at step {step}")
         noted = read_manifest(step_folder(checkpoints.directory, step))["extra"]
-        scores, clock.before = noted["scores"], noted["wall_s"]
-    batches = stream(run, state)
-    batch = put_batch(next(batches), run.mesh)
+        scores = noted["scores"]
+        clock.resume(noted["wall_s"], noted.get("data_wait_s", 0.0))
     reached = has_reached(scores, c)
     status, pending, untested = "finished", None, {}
 
@@ -95,13 +96,15 @@ def loop(
         MetricsLog(folder / "metrics.jsonl", step if restored is not None else None, c.tensorboard) as log,
         Progress(c.steps, step) as progress,
         graceful_stop() as stop_requested,
+        Feed(run, state) as feed,
     ):
         for line in checkpoints.reports:
             log.write(step, event=line)
         while step < c.steps and not reached:
+            with clock.waiting():
+                batch = next(feed)
             state, sums = run.train_step(state, batch)
             step += 1
-            batch = put_batch(next(batches), run.mesh)  # made while the device is at work on the step
             at_eval = step == c.steps or (c.eval_every and step % c.eval_every == 0)
             at_save = step == c.steps or (c.checkpoint_every and step % c.checkpoint_every == 0)
             stop = stop_requested(step)
@@ -117,8 +120,8 @@ def loop(
                 step, state = roll_back(run, checkpoints, state, step)
                 log.rewind(step)
                 log.write(step, event=f"step {broken[0]} was not finite: rolled back")
-                batches, pending = stream(run, state), None
-                batch = put_batch(next(batches), run.mesh)
+                feed.seek(state)
+                pending = None
                 continue
             if at_eval:
                 scores = validate(run, state, "validation")
@@ -147,28 +150,11 @@ def has_reached(scores: dict[str, float], c: ConfigDict) -> bool:
     return bool(c.target) and scores.get("validation/accuracy", 0.0) >= c.target
 
 
-def stream(run: Run, state: RunState) -> Iterator[dict[str, np.ndarray]]:
-    """Training batches from the state's step on."""
-    c = run.config
-    return pipeline.stream(
-        run.task,
-        c.data.seed,
-        c.batch_size,
-        start=int(state.step),
-        order=c.seed,
-        offset=int(state.data_offset),
-        host=jax.process_index(),
-        hosts=jax.process_count(),
-    )
-
-
 def validate(run: Run, state: RunState, split: str, prefix: str = "") -> dict[str, float]:
     """Scores on a split, named `SPLIT/METRIC`, or with another prefix for the split."""
     c = run.config
-    batches = pipeline.eval_batches(
-        run.task, c.data.seed, split, c.batch_size, c.eval_batches, jax.process_index(), jax.process_count()
-    )
-    return scalars(evaluate(run.eval_step, state.params, batches, run.mesh), prefix or split)
+    batches = pipeline.eval_batches(run.task, c.data.seed, split, c.batch_size, c.eval_batches)
+    return scalars(evaluate(run.eval_step, state.params, batches, run.batch_sharding), prefix or split)
 
 
 def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[dict[str, float], dict[str, str]]:
@@ -198,7 +184,7 @@ def report(log: MetricsLog, progress: Progress, clock: "Clock", c: ConfigDict, s
     clock.tick()
     finite = values.pop("finite") == 1
     if step % c.log_every == 0 or not finite:
-        log.write(step, **values)
+        log.write(step, **values, data_wait=clock.data_wait())
     progress.update(step, loss=values["loss"])
     return bool(finite)
 
@@ -220,7 +206,7 @@ def save(checkpoints: Checkpoints, step: int, state: RunState, scores: dict, bes
     score = scores.get(f"validation/{best}")
     if score is not None and best == "loss":
         score = -score
-    checkpoints.save(step, state, score, extra={"wall_s": clock.wall(), "scores": scores})
+    checkpoints.save(step, state, score, extra={"wall_s": clock.wall(), "data_wait_s": clock.waited, "scores": scores})
 
 
 def finish(
@@ -253,6 +239,7 @@ def finish(
         "steps": steps,
         "wall_s": round(clock.wall(), 2),
         "steps_per_s": clock.steps_per_s(),
+        "data_wait": round(clock.waited / clock.wall(), 4),
         "params": run.params,
         "state_bytes": run.model.state_bytes(run.task.length),
         "baselines": run.task.baselines(),
@@ -267,12 +254,19 @@ def finish(
 
 @dataclasses.dataclass
 class Clock:
-    """Wall time over all of a run's processes, and the time of a step without pauses."""
+    """Wall time over all of a run's processes, that spent waiting for data, and the time of a step without pauses."""
 
     start: float = dataclasses.field(default_factory=time.monotonic)
     before: float = 0.0
     last: float | None = None
     steps: list[float] = dataclasses.field(default_factory=list)
+    waited: float = 0.0
+    told: tuple[float, float] = (0.0, 0.0)  # wall and waited when `data_wait` was last asked
+
+    def resume(self, wall: float, waited: float) -> None:
+        """Goes on from what earlier processes noted."""
+        self.before, self.waited = wall, waited
+        self.told = self.wall(), waited
 
     def tick(self) -> None:
         now = time.monotonic()
@@ -283,6 +277,20 @@ class Clock:
     def pause(self) -> None:
         """What happens until the next tick is not a step."""
         self.last = None
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around what waits for data."""
+        since = time.monotonic()
+        try:
+            yield
+        finally:
+            self.waited += time.monotonic() - since
+
+    def data_wait(self) -> float:
+        """The share of wall time spent waiting for data since this was last asked, or since the process began."""
+        (wall, waited), self.told = self.told, (self.wall(), self.waited)
+        return round((self.told[1] - waited) / max(self.told[0] - wall, 1e-9), 4)
 
     def wall(self) -> float:
         return self.before + time.monotonic() - self.start

@@ -1,7 +1,6 @@
 """Everything a config describes, built: task, mesh, model, optimizer, abstract state, compiled steps."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -9,12 +8,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
 import data
 from data import pipeline
-from model import build
+from model import build, placement
 from model.errors import UserError
 from train import config as configs
 from train import sharding
@@ -29,6 +28,7 @@ class Run:
     config: ConfigDict
     task: data.Task
     mesh: Mesh
+    batch_sharding: NamedSharding
     model: build.Model
     abstract: RunState  # shapes and shardings of the state
     init: Callable[[], RunState]
@@ -45,7 +45,9 @@ def prepare(config: ConfigDict) -> Run:
     configs.check(config)
     task = data.build(config.data.task, config.data[config.data.task].to_dict())
     mesh, rules = sharding.make_mesh(config.mesh), sharding.rules_of(config.mesh)
-    sharding.check_batch(mesh, config.batch_size, task.length, config.optim.accumulate)
+    sharding.check_batch(mesh, rules, config.batch_size, task.length, config.optim.accumulate)
+    for split in ("validation", "test"):
+        pipeline.check_countable(task, split, config.eval_batches)
     model = model_for(task, config)
     tx = optimizer(config.optim, config.steps, build.group_rules(config.model))
     example = pipeline.batch_at(task, config.data.seed, "train", 1, 0)
@@ -66,6 +68,7 @@ def prepare(config: ConfigDict) -> Run:
         config=config,
         task=task,
         mesh=mesh,
+        batch_sharding=sharding.batch_sharding(mesh, rules),
         model=model,
         abstract=abstract,
         init=partial(jax.jit(lambda seed: nn.unbox(init(seed)), out_shardings=shardings), seed),
@@ -81,10 +84,12 @@ def model_for(task: data.Task, config: ConfigDict) -> build.Model:
 def at_length(run: Run, length: int) -> Run:
     """The same model asked at another length: as many examples, in batches of about as many tokens."""
     c, mesh = run.config.copy_and_resolve_references(), run.mesh
-    share = math.lcm(mesh.shape["data"] * mesh.shape["fsdp"], jax.process_count())  # a row for every device and host
+    rules = sharding.rules_of(c.mesh)
+    with sharding.in_force(mesh, rules):
+        share = placement.shards("batch")  # a row for every device
     try:
         task = data.build(run.task.name, c.data[run.task.name].to_dict() | {"length": length})
-        sharding.check_batch(mesh, share, length, accumulate=1)
+        sharding.check_batch(mesh, rules, share, length, accumulate=1)
     except UserError as error:
         raise UserError(f"test_lengths has {length!r}: {error}") from None
     examples, room = c.batch_size * c.eval_batches, c.batch_size * run.task.length // length
@@ -95,18 +100,18 @@ def at_length(run: Run, length: int) -> Run:
     step = on_mesh(
         eval_step(model, task.attributes),
         mesh,
-        sharding.rules_of(c.mesh),
+        rules,
         out_shardings=sharding.replicated(mesh),
     )
     return dataclasses.replace(run, config=c, task=task, model=model, eval_step=step)
 
 
-def on_mesh(function: Callable, mesh: Mesh, rules: list[tuple[str, tuple[str, ...]]], **options: Any) -> Callable:
+def on_mesh(function: Callable, mesh: Mesh, rules: sharding.Rules, **options: Any) -> Callable:
     """Jitted, with the mesh and the axis rules in force while it is traced, and only then."""
 
     @wraps(function)
     def traced(*args):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(rules):
+        with sharding.in_force(mesh, rules):
             return function(*args)
 
     return jax.jit(traced, **options)

@@ -4,8 +4,10 @@ Parameters carry logical axis names; the config's rules map those to mesh axes. 
 divide is kept whole (one key-value head on two tensor devices, say).
 """
 
+import contextlib
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -13,9 +15,13 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from data.pipeline import Batch
+from model import placement
 from model.errors import UserError
 
 AXES = ("data", "fsdp", "tensor", "sequence", "expert")
+
+Rules = list[tuple[str, tuple[str, ...]]]  # logical axis -> mesh axes
 
 
 def make_mesh(config: Mapping[str, Any]) -> Mesh:
@@ -31,7 +37,7 @@ def make_mesh(config: Mapping[str, Any]) -> Mesh:
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def rules_of(config: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
+def rules_of(config: Mapping[str, Any]) -> Rules:
     rules = [(name, tuple(axes)) for name, axes in config["rules"]]
     for name, axes in rules:
         for axis in axes:
@@ -40,18 +46,31 @@ def rules_of(config: Mapping[str, Any]) -> list[tuple[str, tuple[str, ...]]]:
     return rules
 
 
-def check_batch(mesh: Mesh, batch_size: int, length: int, accumulate: int) -> None:
+@contextlib.contextmanager
+def in_force(mesh: Mesh, rules: Rules) -> Iterator[None]:
+    """The mesh and the axis rules that whatever asks `model.placement` will find."""
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(rules):
+        yield
+
+
+def check_batch(mesh: Mesh, rules: Rules, batch_size: int, length: int, accumulate: int) -> None:
     """Refuses a batch that the mesh cannot share out evenly."""
-    shards = mesh.shape["data"] * mesh.shape["fsdp"]
+    with in_force(mesh, rules):
+        rows, pieces = placement.shards("batch"), placement.shards("length")
     micro = batch_size // accumulate
-    if micro % shards:
-        near = max(shards, round(micro / shards) * shards) * accumulate
+    if micro % rows:
+        near = max(rows, round(micro / rows) * rows) * accumulate
         raise UserError(
             f"batch_size {batch_size} (in {accumulate} micro-batches) does not divide over "
-            f"mesh.data x mesh.fsdp = {shards}; closest that does: {near}"
+            f"{product(rules, 'batch')} = {rows}; closest that does: {near}"
         )
-    if length % mesh.shape["sequence"]:
-        raise UserError(f"length {length} does not divide over mesh.sequence = {mesh.shape['sequence']}")
+    if length % pieces:
+        raise UserError(f"length {length} does not divide over {product(rules, 'length')} = {pieces}")
+
+
+def product(rules: Rules, name: str) -> str:
+    """The mesh sizes by which a logical axis is divided, as a user sets them."""
+    return " x ".join(f"mesh.{axis}" for axis in dict(rules)[name])
 
 
 def fitting(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
@@ -64,7 +83,7 @@ def fitting(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> NamedSha
     return NamedSharding(mesh, PartitionSpec(*(keep(a, s) for a, s in zip(spec, shape, strict=False))))
 
 
-def shardings(abstract: Any, mesh: Mesh, rules: list[tuple[str, tuple[str, ...]]]) -> Any:
+def shardings(abstract: Any, mesh: Mesh, rules: Rules) -> Any:
     """The sharding of every leaf of a tree of boxed (logically named) abstract arrays."""
     specs = nn.logical_to_mesh(nn.get_partition_spec(abstract), rules)
     return jax.tree.map(lambda leaf, spec: fitting(spec, leaf.shape, mesh), nn.unbox(abstract), specs)
@@ -74,9 +93,28 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def put_batch(batch: Mapping[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """This host's rows of a batch, as global arrays split over the batch."""
-    sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp")))
-    if jax.process_count() == 1:
-        return jax.device_put(dict(batch), sharding)
-    return {key: jax.make_array_from_process_local_data(sharding, value) for key, value in batch.items()}
+def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
+    """How the rows of a batch lie on the mesh."""
+    with in_force(mesh, rules):
+        return NamedSharding(mesh, PartitionSpec(placement.axes("batch")))
+
+
+def put_batch(batch: Batch, sharding: NamedSharding) -> dict[str, jax.Array]:
+    """A batch as global arrays. Of its rows this host makes those that its devices hold, each once."""
+    held = held_rows(sharding, batch.size)
+
+    def part(array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
+        start, stop, _ = index[0].indices(batch.size)
+        return array[slice(*np.searchsorted(held, (start, stop)))]
+
+    return {
+        key: jax.make_array_from_callback((batch.size, *array.shape[1:]), sharding, functools.partial(part, array))
+        for key, array in batch.rows(held).items()
+    }
+
+
+@functools.lru_cache(maxsize=64)
+def held_rows(sharding: NamedSharding, size: int) -> np.ndarray:
+    """The numbers, in order, of the rows that this host's devices hold of a batch of `size`."""
+    places = sharding.addressable_devices_indices_map((size,)).values()
+    return np.unique(np.concatenate([np.arange(size)[index] for index in places]))

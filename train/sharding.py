@@ -7,12 +7,13 @@ divide is kept whole (one key-value head on two tensor devices, say).
 import contextlib
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from data.pipeline import Batch
@@ -24,9 +25,10 @@ AXES = ("data", "fsdp", "tensor", "sequence", "expert")
 Rules = list[tuple[str, tuple[str, ...]]]  # logical axis -> mesh axes
 
 
-def make_mesh(config: Mapping[str, Any]) -> Mesh:
+def make_mesh(config: Mapping[str, Any], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh over all devices, one axis a kind of parallelism; one size may be -1: what the others leave over."""
-    sizes, n = [config[axis] for axis in AXES], jax.device_count()
+    devices = jax.devices() if devices is None else list(devices)
+    sizes, n = [config[axis] for axis in AXES], len(devices)
     given = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
     if sizes.count(-1) > 1 or any(size == 0 or size < -1 for size in sizes):
         raise UserError(f"mesh sizes must be positive, and at most one may be -1: {given}")
@@ -34,7 +36,23 @@ def make_mesh(config: Mapping[str, Any]) -> Mesh:
     if n % fixed or (-1 not in sizes and n != fixed):
         raise UserError(f"mesh {given} needs a multiple of {fixed} devices, and there are {n}")
     shape = [n // fixed if size == -1 else size for size in sizes]
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(laid_out(shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def laid_out(shape: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices as an array: neighbours along an axis are near each other, and the first axes cross the slices.
+
+    A slice is what one fast network joins: a TPU slice, or the GPUs of a node.
+    """
+    across, slices = [], len({getattr(device, "slice_index", 0) for device in devices})
+    for size in shape:
+        across.append(math.gcd(size, slices))
+        slices //= across[-1]
+    within = [size // outer for size, outer in zip(shape, across, strict=True)]
+    # Splitting a physical axis lets fsdp=4, tensor=2 lie on a torus of 4 x 4; it is done only where nothing else fits.
+    if math.prod(across) == 1:
+        return mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=True)
+    return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
 
 
 def rules_of(config: Mapping[str, Any]) -> Rules:

@@ -24,7 +24,8 @@ def get_config() -> ConfigDict:
     c.nonfinite = "stop"  # on a non-finite loss: stop, skip (drop the update) or rollback (to the last checkpoint)
     c.max_rollbacks = 3
     c.tensorboard = False  # also write TensorBoard events beside metrics.jsonl
-    # Keys that may change when a run is resumed; a change to any other is refused.
+    # Keys that may change when a run is resumed; a change to any other is refused. `mesh.*` is all that begin so.
+    # A result row lists the changes that were made.
     c.resume_safe = (
         "steps",
         "log_every",
@@ -36,6 +37,7 @@ def get_config() -> ConfigDict:
         "nonfinite",
         "max_rollbacks",
         "tensorboard",
+        "mesh.*",
         "resume_safe",
     )
 

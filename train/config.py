@@ -155,6 +155,22 @@ def changes(old: ConfigDict, new: ConfigDict) -> dict[str, tuple[Any, Any]]:
     return {k: (a.get(k), b.get(k)) for k in sorted(a.keys() | b.keys()) if a.get(k) != b.get(k)}
 
 
+def noted(before: list[dict[str, Any]], old: dict[str, Any], new: dict[str, Any], step: int) -> list[dict[str, Any]]:
+    """The changes made to a run's config on the way, `[{step, key, old, new}]`, when it goes on from a step.
+
+    `old` and `new` are flat. What was changed after that step is undone by going back to it.
+    """
+    if step == 0:
+        return []
+    then = dict(old)
+    for change in reversed(before):
+        if change["step"] >= step:
+            then[change["key"]] = tuples(change["old"])
+    kept = [change for change in before if change["step"] < step]
+    keys = [key for key in sorted(then.keys() | new.keys()) if then.get(key) != new.get(key)]
+    return kept + [{"step": step, "key": key, "old": then.get(key), "new": new.get(key)} for key in keys]
+
+
 def check(config: ConfigDict) -> None:
     """Refuses values that no run can use, before anything is built."""
     c = config

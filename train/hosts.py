@@ -1,22 +1,140 @@
-"""The processes of one run, a host or a device each: they join, decide together, and end together."""
+"""The processes of one run, a host or a device each: they join, decide together, and end together.
 
+With one process all of this is nothing. With several, what is read from files is read by the first one for all
+(`agree`), what each was given is compared (`same`), and an error of one is the end of all (`joined`).
+"""
+
+import atexit
 import contextlib
+import functools
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
+
+from model.errors import UserError
+from train import join
+from train.line import Line, end_process
+
+_line: Line | None = None
 
 
 @contextlib.contextmanager
 def joined(distributed: bool) -> Iterator[None]:
-    """Joins the other processes of the job for the length of the block, if asked to."""
-    if distributed:
-        _initialize()
-    yield
+    """Joins the other processes of the job for the length of the block, if asked to.
+
+    A process that fails in the block ends all of them: exit code 2 and the same line for a mistake of the user's or
+    a file system's fault, else `train.line.LOST` in the others. So does one that dies.
+    """
+    if not distributed:
+        yield
+        return
+    join.initialize()
+    try:
+        the_line()
+        yield
+        gather("end", None)
+    except BaseException as error:
+        if the_line() is None:
+            raise
+        _end_all(error)
+    if _line is not None:
+        _line.close()
+    jax.distributed.shutdown()
 
 
-def _initialize() -> None:
-    """TPU pods, Slurm and the like say who is who; elsewhere JAX_COORDINATOR_ADDRESS and these variables do."""
-    numbers = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
-    given = {name: int(os.environ[variable]) for name, variable in numbers.items() if variable in os.environ}
-    jax.distributed.initialize(**given)
+def _end_all(error: BaseException) -> None:
+    time.sleep(1)  # a lost process makes calls fail here too; then it is the watch that has the word
+    code, text = 1, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    if isinstance(error, UserError | OSError):
+        code, text = 2, explain(error)
+    elif isinstance(error, KeyboardInterrupt):
+        code, text = 130, "interrupted"
+    _line.fail(code, text)
+    if code == 1:
+        traceback.print_exception(error)
+        os._exit(code)
+    end_process(code, f"error: {text}")
+
+
+def explain(error: Exception) -> str:
+    """A user's or a file system's fault in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split())
+
+
+# Deciding together
+
+
+def the_line() -> Line | None:
+    """The line to the other processes; None where there are none."""
+    global _line
+    if _line is None and join.size() > 1:
+        _line = join.open_line()
+        atexit.register(_line.close)
+    return _line
+
+
+def gather(topic: str, value: Any) -> list[Any]:
+    """What each process gave, by rank. Every process must ask; there is no time limit."""
+    return [value] if the_line() is None else the_line().gather(topic, value)
+
+
+def agree(compute: Callable[[], Any], topic: str = "decision") -> Any:
+    """Computes on the first process, which reads the files for all; each gets the value (of JSON) or the error."""
+    if the_line() is None:
+        return compute()
+    answer = None
+    if jax.process_index() == 0:
+        try:
+            answer = {"value": compute()}
+        except (UserError, OSError) as error:
+            answer = {"error": explain(error)}
+    answer = gather(topic, answer)[0]
+    if "error" in answer:
+        raise UserError(answer["error"])
+    return answer["value"]
+
+
+def same(settings: Callable[[], Mapping[str, Any]]) -> None:
+    """Refuses processes that were given different things, and says which differs from the first, and in what."""
+    if the_line() is None:
+        return
+    mine = {key: repr(value) for key, value in settings().items()}
+    digests = gather("digest", hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest())
+    odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if odd is None:
+        return
+    theirs = gather("settings", mine if the_line().rank in (0, odd) else None)
+    first, other = theirs[0], theirs[odd]
+    keys = [key for key in first.keys() | other.keys() if first.get(key) != other.get(key)]
+    told = "; ".join(f"{key} is {other.get(key, 'not set')}, not {first.get(key, 'not set')}" for key in sorted(keys))
+    raise UserError(f"process {odd} on {the_line().names[odd]} differs from process 0: {told}")
+
+
+def in_step(function: Callable) -> Callable:
+    """A jitted function that no process begins to run for the first time before all have compiled it.
+
+    Collectives find their partners within a time limit, and one process may have the program in its cache while
+    another compiles for minutes.
+    """
+    if the_line() is None:
+        return function
+    compiled = False
+
+    @functools.wraps(function)
+    def run(*args):
+        nonlocal compiled
+        if not compiled:
+            function.lower(*args).compile()
+            gather("compiled", None)
+            compiled = True
+        return function(*args)
+
+    return run

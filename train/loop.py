@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,11 +20,12 @@ from ml_collections import ConfigDict
 from data import pipeline
 from model.errors import UserError, out_of_memory
 from train import config as configs
+from train import hosts
 from train.checkpoint import Checkpoints, read_manifest, step_folder
 from train.evaluate import evaluate, mean, scalars
 from train.feed import Feed
 from train.log import MetricsLog, Progress
-from train.revision import revision
+from train.revision import revision, source_digest
 from train.run import Run, at_length, prepare
 from train.sharding import replicated
 from train.step import RunState
@@ -32,49 +34,68 @@ from train.workdir import graceful_stop, open_workdir, read_json, write_json
 
 def train(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
     """Trains until done and returns the result row; None if stopped by a signal, with all that was done saved."""
-    run = prepare(config)
-    lengths = {length: at_length(run, length) for length in config.test_lengths}
-    with open_workdir(workdir) as folder:
-        done = open_run(run, folder)
-        if done is not None:
-            print(f"{workdir} is finished already: {done['status']} after {done['steps']} steps")
-            return done
-        with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
-            return loop(run, folder, checkpoints, lengths)
+    hosts.same(lambda: {"workdir": workdir, "jax": jax.__version__, "code": source_digest(), **configs.flatten(config)})
+    # Of many processes any may be asked to stop, while others have not even begun.
+    with graceful_stop() if jax.process_count() > 1 else contextlib.nullcontext():
+        run = prepare(config)
+        lengths = {length: at_length(run, length) for length in config.test_lengths}
+        with open_workdir(workdir) as folder:
+            done = open_run(run, folder)
+            if done is not None:
+                print(f"{workdir} is finished already: {done['status']} after {done['steps']} steps")
+                return done
+            with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
+                return loop(run, folder, checkpoints, lengths)
 
 
 def open_run(run: Run, folder: Path) -> dict[str, Any] | None:
-    """Checks the folder against this run and signs it; the result, if there is nothing left to do."""
+    """Checks the folder against this run; the result, if there is nothing left to do."""
     config, fingerprint = run.config, run.task.fingerprint(run.config.data.seed)
-    file, data, result = folder / "config.json", folder / "data.json", folder / "result.json"
-    if file.exists():
-        refuse_changes(configs.changes(ConfigDict(configs.tuples(read_json(file))), config), config, folder)
-    if data.exists() and read_json(data)["fingerprint"] != fingerprint:
-        raise UserError(
-            f"the data of task {run.task.name} has changed since {folder} was started; give another --workdir"
-        )
-    if result.exists():
-        done = read_json(result)
-        if done["status"] != "nonfinite" and done["config_hash"] == configs.digest(config):
-            return done
-        if jax.process_index() == 0:
-            result.unlink()
-    if jax.process_index() == 0:
-        write_json(file, config.to_dict())
-        write_json(data, {"task": run.task.name, "fingerprint": fingerprint})
-    return None
+    hosts.same(lambda: {"data fingerprint": fingerprint})
+
+    def check() -> dict[str, Any] | None:
+        file, data, result = folder / "config.json", folder / "data.json", folder / "result.json"
+        if file.exists():
+            refuse_changes(configs.changes(ConfigDict(configs.tuples(read_json(file))), config), config, folder)
+        if data.exists() and read_json(data)["fingerprint"] != fingerprint:
+            raise UserError(
+                f"the data of task {run.task.name} has changed since {folder} was started; give another --workdir"
+            )
+        done = read_json(result) if result.exists() else None
+        over = done is not None and done["status"] != "nonfinite" and done["config_hash"] == configs.digest(config)
+        return done if over else None
+
+    return hosts.agree(check)
 
 
 def refuse_changes(changes: dict[str, tuple[Any, Any]], config: ConfigDict, folder: Path) -> None:
     """Prints what differs from the config the run was started with; only keys declared safe may."""
     for key, (old, new) in changes.items():
         print(f"config change: {key}: {old!r} -> {new!r}")
-    unsafe = [key for key in changes if key not in config.resume_safe]
+    unsafe = [key for key in changes if not any(fnmatchcase(key, safe) for safe in config.resume_safe)]
     if unsafe:
         raise UserError(
             f"{folder} holds a run with another config ({', '.join(unsafe)} changed); give another --workdir, "
             f"or add the keys to --config.resume_safe"
         )
+
+
+def sign_run(run: Run, folder: Path, step: int) -> list[dict[str, Any]]:
+    """Makes the folder this run's, once all that is in it fits; returns what was changed in the config on the way."""
+
+    def sign() -> list[dict[str, Any]]:
+        file, changes, result = folder / "config.json", folder / "changes.json", folder / "result.json"
+        before = configs.flatten(configs.tuples(read_json(file))) if file.exists() else {}
+        noted = configs.noted(read_json(changes) if changes.exists() else [], before, configs.flatten(run.config), step)
+        result.unlink(missing_ok=True)
+        write_json(changes, noted)  # before the config: written again if the config is not
+        write_json(file, run.config.to_dict())
+        write_json(
+            folder / "data.json", {"task": run.task.name, "fingerprint": run.task.fingerprint(run.config.data.seed)}
+        )
+        return noted
+
+    return hosts.agree(sign)
 
 
 def loop(
@@ -89,6 +110,7 @@ def loop(
         noted = read_manifest(step_folder(checkpoints.directory, step))["extra"]
         scores = noted["scores"]
         clock.resume(noted["wall_s"], noted.get("data_wait_s", 0.0))
+    changes = sign_run(run, folder, step)
     reached = has_reached(scores, c)
     status, pending, untested = "finished", None, {}
 
@@ -143,7 +165,7 @@ def loop(
         at_others, untested = at_lengths(lengths, state)
         scores = scores | validate(run, state, "test") | at_others
     checkpoints.wait()
-    return finish(run, folder, status, step, int(state.nonfinite), scores, untested, clock)
+    return finish(run, folder, status, step, int(state.nonfinite), scores, untested, clock, changes)
 
 
 def has_reached(scores: dict[str, float], c: ConfigDict) -> bool:
@@ -218,12 +240,14 @@ def finish(
     scores: dict[str, float],
     untested: dict[str, str],
     clock: "Clock",
+    changes: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Writes the result row: its presence says that the run is over."""
     c, device = run.config, jax.devices()[0]
     result = {
         "status": status,
         "config_hash": configs.digest(c),
+        "changes": changes,  # of the config, on the way
         "revision": revision(),
         "data_fingerprint": run.task.fingerprint(c.data.seed),
         "task": c.data.task,
@@ -247,9 +271,7 @@ def finish(
         "metrics": scores,
         "untested": untested,
     }
-    if jax.process_index() == 0:
-        write_json(folder / "result.json", result)
-    return result
+    return hosts.agree(lambda: write_json(folder / "result.json", result) or result)
 
 
 @dataclasses.dataclass

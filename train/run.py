@@ -16,7 +16,7 @@ from data import pipeline
 from model import build, placement
 from model.errors import UserError
 from train import config as configs
-from train import sharding
+from train import hosts, sharding
 from train.optim import optimizer, schedule
 from train.step import RunState, eval_step, init_state, train_step
 
@@ -71,7 +71,7 @@ def prepare(config: ConfigDict) -> Run:
         batch_sharding=sharding.batch_sharding(mesh, rules),
         model=model,
         abstract=abstract,
-        init=partial(jax.jit(lambda seed: nn.unbox(init(seed)), out_shardings=shardings), seed),
+        init=partial(hosts.in_step(jax.jit(lambda seed: nn.unbox(init(seed)), out_shardings=shardings)), seed),
         train_step=on_mesh(step, mesh, rules, donate_argnums=0, out_shardings=(shardings, replicated)),
         eval_step=on_mesh(eval_step(model, task.attributes), mesh, rules, out_shardings=replicated),
     )
@@ -114,4 +114,4 @@ def on_mesh(function: Callable, mesh: Mesh, rules: sharding.Rules, **options: An
         with sharding.in_force(mesh, rules):
             return function(*args)
 
-    return jax.jit(traced, **options)
+    return hosts.in_step(jax.jit(traced, **options))

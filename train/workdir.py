@@ -9,15 +9,15 @@ import json
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 from absl import logging
-from jax.experimental import multihost_utils
 
 from model.errors import UserError
+from train import hosts
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -56,25 +56,46 @@ def read_json(path: str | Path) -> Any:
 
 @contextlib.contextmanager
 def open_workdir(path: str | Path) -> Iterator[Path]:
-    """Creates the folder and holds it against a second run until the block ends or the process dies."""
+    """Creates the folder and holds it against a second run until the block ends or the process dies.
+
+    A run of many processes is one run: its first process holds the folder, which all of them must share.
+    """
     if "://" in str(path):
         raise UserError(f"workdir {path} is a URL; mount the bucket and give a folder")
-    folder = Path(path).absolute()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise UserError(f"cannot write to workdir {path}: {error.strerror}; give a writable folder") from error
-    try:
-        # A run of many processes is one run: its first process holds the folder for all of them.
-        if jax.process_index() == 0:
-            _lock(lock, path)
+    folder, lock = Path(path).absolute(), contextlib.ExitStack()
+
+    def take() -> str:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+            lock.callback(os.close, descriptor)
+            return _lock(descriptor, path)
+        except OSError as error:
+            raise UserError(f"cannot write to workdir {path}: {error.strerror}; give a writable folder") from error
+
+    with lock:
+        owner = hosts.agree(take)
+        strangers = [rank for rank, sees in enumerate(hosts.gather("workdir", _sees(folder, owner))) if not sees]
+        if strangers:
+            where = ", ".join(f"process {rank} on {hosts.the_line().names[rank]}" for rank in strangers)
+            raise UserError(f"workdir {path} must be a folder that all hosts share; another one is there for {where}")
         yield folder
-    finally:
-        os.close(lock)
 
 
-def _lock(lock: int, path: str | Path) -> None:
+def _sees(folder: Path, owner: str) -> bool:
+    """Whether this process finds the first one's lock; a file of another host may take a while to show."""
+    deadline = time.monotonic() + 20
+    while hosts.the_line() is not None:
+        with contextlib.suppress(OSError):
+            if (folder / ".lock").read_text(encoding="utf-8") == owner:
+                break
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _lock(lock: int, path: str | Path) -> str:
     # The kernel drops a flock when its process dies, however it dies, so none is ever stale.
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -85,33 +106,34 @@ def _lock(lock: int, path: str | Path) -> None:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
         logging.warning("workdir %s: its file system has no locks; a second run here is not refused", path)
+    owner = f"pid {os.getpid()} on {socket.gethostname()}\n"
     os.ftruncate(lock, 0)
-    os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    os.pwrite(lock, owner.encode(), 0)
+    os.fsync(lock)
+    return owner
 
 
 @contextlib.contextmanager
 def graceful_stop() -> Iterator[Callable[[int], bool]]:
     """Yields `stop_requested(step)`, to be asked once per step: true once SIGTERM or SIGINT has come.
 
-    With several processes JAX's own notice of SIGTERM is asked instead, because all of them must stop at the
-    same step, and a handler of ours would take its place.
+    With several processes a signal to any of them counts, and all stop at the same step.
     """
-    if jax.process_count() > 1:
-        yield multihost_utils.reached_preemption_sync_point
-        return
-
     received: list[int] = []
+    line = hosts.the_line()
 
     def handler(number: int, frame: Any) -> None:
         if number == signal.SIGINT and received:
             raise KeyboardInterrupt
         received.append(number)
+        if line is not None:
+            line.stop()
         # Not print: the handler may have interrupted one.
         os.write(2, f"{signal.Signals(number).name}: stopping after this step; Ctrl-C again: now\n".encode())
 
     previous = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield lambda step: bool(received)
+        yield (lambda step: bool(received)) if line is None else (lambda step: line.stop_requested())
     finally:
         for number, old in previous.items():
             signal.signal(number, old)

@@ -1,0 +1,115 @@
+"""How the processes of a job find each other: `jax.distributed`, quietly, and a line of our own beside it."""
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+
+import jax
+from jax._src import distributed  # for the key-value store, as Orbax does: there is no public way to it
+from jax._src.lib import _jax
+
+from model.errors import UserError
+from train import line
+
+JOINING = 300  # seconds that processes have to find each other
+
+
+def initialize() -> None:
+    """TPU pods, Slurm and the like say who is who; elsewhere JAX_COORDINATOR_ADDRESS and these variables do."""
+    given = {}
+    for name, variable in {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}.items():
+        try:
+            given |= {name: int(os.environ[variable])} if variable in os.environ else {}
+        except ValueError:
+            raise UserError(f"{variable} is {os.environ[variable]!r}; it takes a whole number") from None
+    jax.config.update("jax_enable_preemption_service", False)  # signals are train.workdir.graceful_stop's
+    # JAX's own watch ends a process with pages of stacks. Ours is quicker, so its limits only have to be longer.
+    limits = dict(initialization_timeout=2 * JOINING, heartbeat_timeout_seconds=int(2 * line.PATIENCE))
+    with _joining(), _shielded():
+        try:
+            jax.distributed.initialize(**given, **limits)
+        except (ValueError, RuntimeError) as error:
+            raise UserError(f"cannot join the other processes: {' '.join(str(error).split())}") from error
+
+
+def size() -> int:
+    """How many processes have joined; asking does not wake the devices."""
+    return distributed.global_state.num_processes or 1
+
+
+@contextlib.contextmanager
+def _joining() -> Iterator[None]:
+    """Says that others are waited for, and gives up in the end."""
+    done = threading.Event()
+
+    def watch() -> None:
+        if not done.wait(line.HUSH):
+            print("waiting for the other processes of the job to join", file=sys.stderr, flush=True)
+        if not done.wait(JOINING - line.HUSH):
+            where = os.environ.get("JAX_COORDINATOR_ADDRESS", "the address that the cluster gives")
+            line.end_process(
+                line.LOST, f"error: not all processes of the job have joined at {where} within {JOINING} s"
+            )
+
+    threading.Thread(target=watch, name="joining", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+@contextlib.contextmanager
+def _shielded() -> Iterator[None]:
+    """JAX's client aborts this process, with stacks, in the moment that the first one dies.
+
+    So it is connected through a door of ours, which stays open: the line has seen the same, and ends us in good order.
+    """
+    connect = _jax.get_distributed_runtime_client
+    _jax.get_distributed_runtime_client = lambda address, *args, **options: connect(_door(address), *args, **options)
+    try:
+        yield
+    finally:
+        _jax.get_distributed_runtime_client = connect
+
+
+def _door(address: str) -> str:
+    """A local address that leads to another, and does not close when that one does."""
+    host, _, port = address.rpartition(":")
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def pass_on(source: socket.socket, target: socket.socket, close: bool) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                target.sendall(data)
+        if close:
+            target.close()
+
+    def serve() -> None:
+        while True:
+            near, _ = listener.accept()
+            try:
+                far = socket.create_connection((host.strip("[]"), int(port)))
+            except OSError:
+                near.close()  # not up yet: JAX tries again
+                continue
+            for connection in (near, far):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for ends in ((near, far, True), (far, near, False)):
+                threading.Thread(target=pass_on, args=ends, daemon=True).start()
+
+    threading.Thread(target=serve, name="door", daemon=True).start()
+    return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def open_line() -> line.Line:
+    state = distributed.global_state
+    rank, key = state.process_id, "longview/line"
+    if rank == 0:
+        listener, invitation = line.listen()
+        state.client.key_value_set(key, invitation)
+        return line.answer(listener, size(), invitation)
+    invitation = state.client.blocking_key_value_get(key, 1000 * JOINING)
+    return line.call(state.coordinator_address.rpartition(":")[0].strip("[]"), invitation, rank)

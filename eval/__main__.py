@@ -4,6 +4,8 @@
     python -m eval --workdir=runs/a --suite=generate --prompt="Once upon a" [--tokens=200] [--temperature=0.8]
     python -m eval --workdir=runs/a --suite=attention [--examples=8] [--prompt="1 9 2 10 1"]
 
+Started on every host with `--distributed`, accuracy is measured by all of them together.
+
 Overrides change what the model is asked, not what it is: `--config.eval_batches=0` takes all of a finite
 split, `--config.batch_size` and `--config.mesh.fsdp` fit it to this machine.
 """
@@ -12,16 +14,19 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from absl import flags
 
 from eval.restore import restore
-from eval.suites import SUITES
+from eval.suites import SHARED, SUITES
 from model.errors import UserError, choose
-from train import cli
+from train import cli, hosts
+from train.revision import source_digest
 
 WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.")
 SUITE = flags.DEFINE_string("suite", "accuracy", f"What to ask: {', '.join(SUITES)}.")
 STEP = flags.DEFINE_string("step", "latest", "The checkpoint: a step, best or latest.")
+DISTRIBUTED = flags.DEFINE_bool("distributed", False, "accuracy: join the other hosts of a pod or cluster job.")
 OPTIONS = (
     flags.DEFINE_string("split", "test", "accuracy, attention: train, validation or test."),
     flags.DEFINE_integer("examples", 1, "attention: how many, from the first of the split on."),
@@ -46,8 +51,13 @@ def main(argv: Sequence[str]) -> None:
         raise UserError("--workdir is missing; e.g. python -m eval --workdir=runs/debug")
     suite = choose("suite", SUITE.value, SUITES)
     taken = options(suite)
-    cli.use_compilation_cache()
-    suite(restore(WORKDIR.value, STEP.value, cli.overrides()), **taken)
+    if DISTRIBUTED.value and SUITE.value not in SHARED:
+        raise UserError(f"suite {SUITE.value} does not take --distributed; allowed with it: {', '.join(SHARED)}")
+    with hosts.joined(DISTRIBUTED.value):
+        asked = {"workdir": WORKDIR.value, "suite": SUITE.value, "step": STEP.value, **taken, **dict(cli.overrides())}
+        hosts.same(lambda: {**asked, "jax": jax.__version__, "code": source_digest()})
+        cli.use_compilation_cache()
+        suite(restore(WORKDIR.value, STEP.value, cli.overrides()), **taken)
 
 
 def options(suite: Callable[..., None]) -> dict[str, Any]:

@@ -187,15 +187,21 @@ def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[dict[str, f
     scores: dict[str, float] = {}
     untested: dict[str, str] = {}
     for length, run in lengths.items():
+        lacking, found = None, {}
         try:
-            scores |= validate(run, state, "test", f"test/length_{length}")
+            found = validate(run, state, "test", f"test/length_{length}")
         except UserError as error:
             print(f"not tested at length {length}: {error}")
+            continue
         except (MemoryError, jax.errors.JaxRuntimeError) as error:
-            reason = out_of_memory(error)
-            if reason is None:
+            lacking = out_of_memory(error)
+            if lacking is None:
                 raise
-            print(f"not tested at length {length}: {reason}")
+        lacking = next(filter(None, hosts.gather(f"test at length {length}", lacking)), None)
+        if lacking is None:
+            scores |= found
+        else:
+            print(f"not tested at length {length}: {lacking}")
             untested[str(length)] = "out of memory"
     return scores, untested
 

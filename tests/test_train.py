@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import threading
 
 import chex
 import flax.linen as nn
@@ -204,12 +205,14 @@ def test_a_loss_that_is_not_finite(policy, tmp_path, monkeypatch):
         finite = [np.isfinite(line["loss"]) for line in lines]
         assert finite.count(False) == (1 if policy == "skip" else 0)
         assert np.isfinite(result["metrics"]["test/loss"])
+    assert all(0 <= line["data_wait"] <= 1 for line in [*lines, result])
 
 
 def test_rollbacks_end(tmp_path, monkeypatch):
     break_at(monkeypatch, set(range(6, 1000)))
     result = train(load(*SHORT, ("nonfinite", "rollback"), ("max_rollbacks", "2")), str(tmp_path))
     assert result["status"] == "nonfinite" and result["nonfinite"] >= 3
+    assert not any(thread.name == "ahead" for thread in threading.enumerate()), "nobody makes batches any more"
 
 
 def test_early_stop_and_finished_runs(tmp_path, capsys):

@@ -65,6 +65,10 @@ def arrange(sheet: Sheet) -> Arrangement:
     trained = [f"Trained at length {lengths}; blank: a length that the model cannot place"] if lengths else []
     notes = [". ".join([scores, *tuned, *trained, sheet.provenance]) + "."]
     notes += [f"[{number}] {source}" for source, number in sources.items()]
+    changed = {
+        run: how for cells in sheet.lines.values() for cell in cells if cell for run, how in cell.changed.items()
+    }
+    notes += [f"Changed on the way: {run}: {how}" for run, how in sorted(changed.items())]
     notes += [layout.note] if layout.note else []
     numeric = [False] * len(layout.by) + [True] * (len(header) - len(layout.by))
     return Arrangement(header, body, numeric, notes)
@@ -127,7 +131,9 @@ def comma_separated(sheet: Sheet) -> str:
     layout, text = sheet.layout, io.StringIO()
     across = [layout.across] if layout.across else []
     writer = csv.writer(text, lineterminator="\n")
-    numbers = ["metric", "mean", "spread", "seeds", "failed", *COSTS, *sheet.baselines, "published", "source"]
+    marked = ["changed"] if any(cell and cell.changed for cells in sheet.lines.values() for cell in cells) else []
+    scores = ["metric", "mean", "spread", "seeds", "failed", *marked]
+    numbers = [*scores, *COSTS, *sheet.baselines, "published", "source"]
     writer.writerow([*layout.by, *across, *numbers])
     for line, cells in sheet.lines.items():
         for i, (column, cell) in enumerate(zip(sheet.columns, cells, strict=True)):
@@ -138,6 +144,7 @@ def comma_separated(sheet: Sheet) -> str:
             trivial = [spans[i][0] if spans[i] else None for spans in sheet.baselines.values()]
             place = [*map(plain, line), *([plain(column)] if across else [])]
             scores = [layout.metric, summary.mean, summary.spread, summary.n, summary.failed]
+            scores += [len(cell.changed)] if marked else []
             quote = [published.value, published.source] if published else [None, None]
             writer.writerow([*place, *scores, *costs, *trivial, *quote])
     return text.getvalue()
@@ -167,11 +174,13 @@ def terminal(sheet: Sheet, width: int) -> Group:
 def _score(cell: Cell | None, sheet: Sheet) -> str:
     if cell is None:
         return ""
-    mean, spread, failed = cell.summary.mean, cell.summary.spread, cell.summary.failed
+    mean, spread = cell.summary.mean, cell.summary.spread
     if mean is None:
         return "failed"
     text = _number(mean, sheet) + (f" ± {_number(spread, sheet)}" if spread is not None else "")
-    return text + (f" ({failed} failed)" if failed else "")
+    remarks = {"failed": cell.summary.failed, "changed": len(cell.changed)}
+    said = ", ".join(f"{count} {what}" for what, count in remarks.items() if count)
+    return text + (f" ({said})" if said else "")
 
 
 def _percent(sheet: Sheet) -> bool:

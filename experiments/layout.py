@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from experiments.rows import Row, Summary, best, check_labels, check_metric, group, summarise, unfold, varying
+from experiments.rows import Row, Summary, best, changed, check_labels, check_metric, group, summarise, unfold, varying
 from model.errors import UserError
 
 COSTS = ("params", "state_bytes", "steps_per_s")
@@ -40,6 +40,7 @@ class Cell:
     published: Published | None
     runs: frozenset[str]  # by name
     failed: frozenset[str]  # those of them without a number
+    changed: Mapping[str, str]  # those that count, but changed their config on the way, and how
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ def _cell(rows: Sequence[Row], place: tuple, layout: Layout) -> Cell:
         published=layout.published.get(tuple(map(plain, place))),
         runs=frozenset(row["run"] for row in rows),
         failed=frozenset(row["run"] for row in rows) - {row["run"] for row in counted},
+        changed={row["run"]: how for row in counted if (how := changed(row))},
     )
 
 

@@ -18,6 +18,9 @@ from model.errors import UserError, closest
 
 Row = dict[str, Any]
 
+# Keys that a run may change on the way without its numbers becoming those of another run.
+HARMLESS = ("log_every", "checkpoint_every", "keep", "tensorboard", "resume_safe", "mesh")
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -72,6 +75,16 @@ def score(row: Row, metric: str) -> float | None:
     value = row["metrics"].get(metric)
     good = row["status"] in ("finished", "target") and value is not None and math.isfinite(value)
     return value if good else None
+
+
+def changed(row: Row) -> str:
+    """What was changed in a run's config on the way, if it matters: a run of 20 steps and then 40 is not one of 40."""
+    told = (
+        f"{change['key']} {change['old']} -> {change['new']} at step {change['step']}"
+        for change in row.get("changes", [])
+        if change["key"].partition(".")[0] not in HARMLESS
+    )
+    return ", ".join(told)
 
 
 def summarise(rows: Sequence[Row], metric: str) -> Summary:

@@ -11,9 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from tests.flags import FAST
 
@@ -32,10 +30,9 @@ def run(*words: str, timeout: int = 120) -> subprocess.CompletedProcess:
 class fork:
     """`python -m words...`, going on while the test does."""
 
-    def __init__(self, *words: str, environment: Mapping[str, str] = MappingProxyType({})):
+    def __init__(self, *words: str, **environment: str):
         self.folder = tempfile.TemporaryDirectory()
-        given = (words, self.folder.name, PLAIN | dict(environment))
-        self.process = READY.Process(target=_become, args=given, daemon=True)
+        self.process = READY.Process(target=_become, args=(words, self.folder.name, environment), daemon=True)
         self.process.start()
         self.pid = self.process.pid
 
@@ -65,6 +62,6 @@ def _become(words: tuple[str, ...], folder: str, environment: dict[str, str]) ->
     for name, number in (("stdout", 1), ("stderr", 2)):
         os.dup2(os.open(Path(folder, name), os.O_WRONLY | os.O_CREAT), number)
     os.chdir(ROOT)
-    os.environ.update(environment)
+    os.environ.update(PLAIN | environment)
     sys.argv = list(words)
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)

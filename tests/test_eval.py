@@ -345,7 +345,7 @@ def test_two_hosts_measure_what_one_does(recall_run, recall):
     (recall_run / "eval" / "accuracy-test-6.json").unlink(missing_ok=True)
     words = ("eval", f"--workdir={recall_run}", "--distributed")
     ranks = [{"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank)} for rank in range(2)]
-    pair = [fork(*words, environment={"JAX_COORDINATOR_ADDRESS": address, **rank}) for rank in ranks]
+    pair = [fork(*words, JAX_COORDINATOR_ADDRESS=address, **rank) for rank in ranks]
     assert [process.wait(200) for process in pair] == [0, 0], [process.stderr for process in pair]
     alone, together = measure(recall, "test"), read_json(recall_run / "eval" / "accuracy-test-6.json")
     assert together["devices"] == 2 and together["examples"] == alone["examples"]

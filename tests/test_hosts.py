@@ -1,41 +1,110 @@
-"""Two hosts, played by two processes on this machine, train the run that one would."""
+"""Two hosts, played by two processes on this machine: they begin alike or not at all, stop together, end together, and
+train the run that one would.
+"""
 
-import os
+import contextlib
+import signal
 import socket
-import subprocess
-import sys
+import time
 
 import pytest
 
-from tests.flags import FAST
+from tests.processes import fork, run
+from train.line import LOST
 from train.log import read
+from train.workdir import open_workdir, read_json
+
+STEPS = 20
+SETTINGS = {"steps": STEPS, "eval_every": 10, "eval_batches": 1, "checkpoint_every": 5, "model.width": 16}
 
 
-def launch(workdir, process: int | None, port: int) -> subprocess.Popen:
-    flags = ["--config.steps=6", "--config.eval_every=3", "--config.checkpoint_every=3", "--config.model.width=16"]
-    devices = f"--xla_force_host_platform_device_count={2 if process is None else 1}"
-    environment = dict(os.environ, XLA_FLAGS=f"{devices} {FAST}")
-    if process is not None:
-        flags.append("--distributed")
-        environment |= dict(
-            JAX_COORDINATOR_ADDRESS=f"localhost:{port}", JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(process)
-        )
-    command = [sys.executable, "-m", "train", "--config=configs/debug.py", f"--workdir={workdir}", *flags]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def command(workdir, **more) -> list[str]:
+    settings = SETTINGS | {"data.mqar.length": 16, "batch_size": 4} | more
+    flags = [f"--config.{key}={value}" for key, value in settings.items()]
+    return ["train", "--config=configs/debug.py", f"--workdir={workdir}", *flags]
 
 
-def test_two_hosts_equal_one(tmp_path):
+def pair(*commands: list[str]) -> list[fork]:
+    """A host for each command."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    alone = launch(tmp_path / "one", None, port)
-    assert alone.wait(200) == 0, alone.stdout.read()
-    hosts = [launch(tmp_path / "two", i, port) for i in range(2)]
-    for host in hosts:
-        assert host.wait(200) == 0, host.stdout.read()
-    one, two = (
-        [(e["step"], e["loss"]) for e in read(tmp_path / name / "metrics.jsonl") if "loss" in e]
-        for name in ("one", "two")
-    )
-    assert [step for step, _ in two] == list(range(1, 7))
-    assert [loss for _, loss in two] == pytest.approx([loss for _, loss in one], rel=1e-6)
+        address = f"localhost:{free.getsockname()[1]}"
+    known = dict(JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES=str(len(commands)))
+    return [fork(*words, "--distributed", **known, JAX_PROCESS_ID=str(i)) for i, words in enumerate(commands)]
+
+
+def losses(workdir) -> dict[int, float]:
+    with contextlib.suppress(FileNotFoundError):
+        return {line["step"]: line["loss"] for line in read(workdir / "metrics.jsonl") if "loss" in line}
+    return {}
+
+
+def train_until(workdir, step: int, hosts: list[fork]) -> None:
+    while max(losses(workdir), default=0) < step and all(host.running() for host in hosts):
+        time.sleep(0.01)
+    assert all(host.running() for host in hosts), [host.stderr for host in hosts]
+
+
+def complaint(host: fork) -> str:
+    """The one line that a process ends with, besides what Gloo says when it connects."""
+    (line,) = [line for line in host.stderr.splitlines() if line and not line.startswith("[Gloo]")]
+    return line
+
+
+def test_hosts_that_were_given_different_things_do_not_begin(tmp_path):
+    hosts = pair(command(tmp_path / "run"), command(tmp_path / "run", **{"optim.lr": 0.002}))
+    assert [host.wait(200) for host in hosts] == [2, 2]
+    here = socket.gethostname()
+    expected = f"error: process 1 on {here} differs from process 0: optim.lr is 0.002, not 0.001"
+    assert [complaint(host) for host in hosts] == [expected] * 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_in_use_is_told_by_all_hosts(tmp_path):
+    with open_workdir(tmp_path):
+        hosts = pair(command(tmp_path), command(tmp_path))
+        assert [host.wait(200) for host in hosts] == [2, 2]
+    first, second = map(complaint, hosts)
+    assert first == second and f"workdir {tmp_path} is in use by pid" in first
+
+
+def test_signals_stop_all_and_a_lost_host_ends_all(tmp_path):
+    workdir = tmp_path / "two"
+    words = command(workdir)
+
+    def stopped_at(hosts: list[fork]) -> int:
+        assert [host.wait(60) for host in hosts] == [0, 0], [host.stderr for host in hosts]
+        (step,) = {int(host.stdout.partition("stopped at step ")[2].split(",")[0]) for host in hosts}
+        assert (workdir / "checkpoints" / f"{step:08d}" / "manifest.json").exists()
+        return step
+
+    hosts = pair(words, words)
+    while not (workdir / ".lock").exists():  # both have yet to compile
+        time.sleep(0.01)
+    hosts[1].send(signal.SIGTERM)
+    assert stopped_at(hosts) == 1
+
+    hosts = pair(words, words)
+    train_until(workdir, 4, hosts)
+    hosts[0].send(signal.SIGINT)
+    step = stopped_at(hosts)
+    assert step >= 4
+
+    for lost in (0, 1):
+        hosts = pair(words, words)
+        step += 2
+        train_until(workdir, step, hosts)
+        hosts[lost].send(signal.SIGKILL)
+        start = time.monotonic()
+        assert hosts[1 - lost].wait(60) == LOST
+        assert time.monotonic() - start < 20
+        assert f"process {lost} on {socket.gethostname()} is gone" in complaint(hosts[1 - lost])
+
+    hosts = pair(words, words)
+    assert [host.wait(200) for host in hosts] == [0, 0], [host.stderr for host in hosts]
+    assert read_json(workdir / "result.json")["changes"] == []
+
+    assert run(*command(tmp_path / "one", **{"mesh.data": 1}), timeout=200).returncode == 0
+    one, two = losses(tmp_path / "one"), losses(workdir)
+    assert list(two) == list(range(1, STEPS + 1))
+    assert list(two.values()) == pytest.approx(list(one.values()), rel=1e-5)

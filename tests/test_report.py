@@ -162,6 +162,17 @@ def test_files_and_picture_are_the_same_for_the_same_rows(table, tmp_path):
 
 
 @pytest.mark.quick
+def test_a_run_that_was_changed_on_the_way_is_marked():
+    longer = [{"step": 20, "key": "steps", "old": 20, "new": 40}, {"step": 20, "key": "mesh.fsdp", "old": 1, "new": 2}]
+    made = [row({"arch": "a"}, 0, 0.5, changes=longer), row({"arch": "a"}, 1, 0.5, changes=longer[1:])]
+    marked = sheet(made, Layout("test/accuracy", ("arch",)))
+    shown = formats.arrange(marked)
+    assert shown.body[0][1] == "50.0 ± 0.0 (1 changed)"
+    assert "Changed on the way: arch=a,seed=0: steps 20 -> 40 at step 20" in shown.notes
+    assert next(csv.DictReader(io.StringIO(formats.comma_separated(marked))))["changed"] == "1"
+
+
+@pytest.mark.quick
 def test_only_seeds_are_averaged():
     mixed = [row({"arch": "a", "optim.lr": lr}, 0, lr) for lr in (0.1, 0.2)]
     with pytest.raises(UserError, match=r"differ in optim\.lr"):

@@ -19,9 +19,13 @@ import jax
 
 from model.errors import UserError
 from train import join
-from train.line import Line, end_process
+from train.line import LOST, Line, end_process
 
 _line: Line | None = None
+
+
+class Agreed(UserError):
+    """An error that every process of the run gets, at the same point."""
 
 
 @contextlib.contextmanager
@@ -49,24 +53,30 @@ def joined(distributed: bool) -> Iterator[None]:
 
 
 def _end_all(error: BaseException) -> None:
-    time.sleep(1)  # a lost process makes calls fail here too; then it is the watch that has the word
-    code, text = 1, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    line, text = the_line(), explain(error)
+    if not isinstance(error, Agreed):
+        time.sleep(1)  # a lost process makes calls fail here too; then it is the watch that has the word
     if isinstance(error, UserError | OSError):
-        code, text = 2, explain(error)
-    elif isinstance(error, KeyboardInterrupt):
-        code, text = 130, "interrupted"
-    _line.fail(code, text)
-    if code == 1:
-        traceback.print_exception(error)
-        os._exit(code)
-    end_process(code, f"error: {text}")
+        line.fail(2, text, everywhere=isinstance(error, Agreed))
+        end_process(2, f"error: {text}")
+    if isinstance(error, KeyboardInterrupt):
+        line.fail(130, "interrupted")
+        end_process(130, "error: interrupted")
+    if isinstance(error, jax.errors.JaxRuntimeError) and (silent := line.silent()):
+        line.fail(LOST, f"{text}, with no sign of life from {silent}")
+        end_process(LOST, f"error: no sign of life from {silent}: {text}")
+    line.fail(1, text)
+    traceback.print_exception(error)
+    os._exit(1)
 
 
-def explain(error: Exception) -> str:
-    """A user's or a file system's fault in one line."""
+def explain(error: BaseException) -> str:
+    """An error in one line."""
+    if isinstance(error, UserError):
+        return " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return " ".join(str(error).split())
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 # Deciding together
@@ -91,14 +101,14 @@ def agree(compute: Callable[[], Any], topic: str = "decision") -> Any:
     if the_line() is None:
         return compute()
     answer = None
-    if jax.process_index() == 0:
+    if the_line().rank == 0:
         try:
             answer = {"value": compute()}
         except (UserError, OSError) as error:
             answer = {"error": explain(error)}
     answer = gather(topic, answer)[0]
     if "error" in answer:
-        raise UserError(answer["error"])
+        raise Agreed(answer["error"])
     return answer["value"]
 
 
@@ -115,7 +125,7 @@ def same(settings: Callable[[], Mapping[str, Any]]) -> None:
     first, other = theirs[0], theirs[odd]
     keys = [key for key in first.keys() | other.keys() if first.get(key) != other.get(key)]
     told = "; ".join(f"{key} is {other.get(key, 'not set')}, not {first.get(key, 'not set')}" for key in sorted(keys))
-    raise UserError(f"process {odd} on {the_line().names[odd]} differs from process 0: {told}")
+    raise Agreed(f"process {odd} on {the_line().names[odd]} differs from process 0: {told}")
 
 
 def in_step(function: Callable) -> Callable:

@@ -52,7 +52,7 @@ class Line:
     ):
         self.rank, self.names = rank, names
         self._sockets, self._end_process = sockets, end
-        self._buffers = dict.fromkeys(sockets, b"")
+        self._buffers = {rank: bytearray() for rank in sockets}
         self._changed = threading.Condition()  # guards all below, and sending
         self._rounds: collections.Counter[str] = collections.Counter()
         self._given: dict[str, dict[int, Any]] = {}  # the first process collects here
@@ -96,11 +96,17 @@ class Line:
             self._asked += 1
             return self._stop_at is not None and self._asked >= self._stop_at
 
-    def fail(self, code: int, text: str) -> None:
-        """Tells the others that this process ends, and why; they end too."""
+    def silent(self) -> str:
+        """Who has not been heard of for a while; empty: nobody known to this process."""
+        now = time.monotonic()
+        return ", ".join(self._who(rank) for rank, heard in self._heard.items() if now - heard > HUSH)
+
+    def fail(self, code: int, text: str, everywhere: bool = False) -> None:
+        """Tells the others that this process ends, and why; they end too. `everywhere`: they fail in the same way."""
         with self._changed:
             self._ending = True
-            self._say({"kind": "fail", "rank": self.rank, "code": code, "text": text})
+            said = text if everywhere else f"{self._who(self.rank)}: {text}"
+            self._say({"kind": "fail", "rank": self.rank, "code": code, "text": said})
         time.sleep(0.2)  # a connection closed with messages unread may lose those on their way
 
     def close(self) -> None:
@@ -164,9 +170,8 @@ class Line:
         elif kind == "lost":
             self._end(LOST, f"error: {self._who(message['rank'])} {message['text']}; {AGAIN}")
         elif kind == "fail" and message["rank"] != self.rank:
-            ours = message["code"] == 2  # a mistake of the user's is the same for all
-            said = f"{self._who(message['rank'])} failed: {message['text']}; {AGAIN}"
-            self._end(2 if ours else LOST, f"error: {message['text'] if ours else said}")
+            mistake = message["code"] == 2  # starting again would not help
+            self._end(2 if mistake else LOST, f"error: {message['text']}" + ("" if mistake else f"; {AGAIN}"))
         self._changed.notify_all()
 
     def _who(self, rank: int) -> str:
@@ -216,7 +221,8 @@ class Line:
             data = b""
         with self._changed:
             self._heard[rank] = time.monotonic()
-            *lines, self._buffers[rank] = (self._buffers[rank] + data).split(b"\n")
+            self._buffers[rank] += data
+            *lines, self._buffers[rank] = self._buffers[rank].split(b"\n") if b"\n" in data else [self._buffers[rank]]
             for line in lines:
                 message = json.loads(line)
                 if self.rank == 0:

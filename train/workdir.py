@@ -78,7 +78,9 @@ def open_workdir(path: str | Path) -> Iterator[Path]:
         strangers = [rank for rank, sees in enumerate(hosts.gather("workdir", _sees(folder, owner))) if not sees]
         if strangers:
             where = ", ".join(f"process {rank} on {hosts.the_line().names[rank]}" for rank in strangers)
-            raise UserError(f"workdir {path} must be a folder that all hosts share; another one is there for {where}")
+            raise hosts.Agreed(
+                f"workdir {path} must be a folder that all hosts share; another one is there for {where}"
+            )
         yield folder
 
 

@@ -27,6 +27,7 @@ def measure(spec: str, overrides: Sequence[tuple[str, str]], steps: int, rounds:
     The two take turns, so that a machine that slows down slows both; the median over rounds counts.
     Evaluation is left out: it is asked for, not overhead.
     """
+    configs.check(configs.load(spec, overrides))  # also what is asked for below
     asked = [("steps", str(steps + WARM)), ("eval_every", "0"), ("eval_batches", "1"), ("target", "0.0")]
     run = prepare(configs.load(spec, [*overrides, *asked]))
     alone = step_alone(run, max(steps // 2, 1))

@@ -65,9 +65,15 @@ def read(path: Path) -> list[Row]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a file of rows, one JSON object per line: {error}") from error
     for number, row in enumerate(found, 1):
-        if not (isinstance(row, dict) and {"run", "status", "labels", "metrics"} <= row.keys()):
+        if not is_row(row):
             raise UserError(f"{path} is not a file of rows: row {number} has no run, status, labels and metrics")
     return found
+
+
+def is_row(value: Any) -> bool:
+    """Whether all is there that a table needs."""
+    kinds = {"run": str, "status": str, "labels": dict, "metrics": dict}
+    return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in kinds.items())
 
 
 def score(row: Row, metric: str) -> float | None:

@@ -16,22 +16,24 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import jax
 from absl import flags
 
-from experiments import attention_speed, determinism, overhead, scan_speed, speed, startup
+from experiments import attention_speed, determinism, folders, overhead, scan_speed, speed, startup
 from experiments.runs import read_value
 from experiments.tables import TABLES
 from model.errors import UserError, choose
+from model.settings import LARGEST, Count, Name, within
 from train import cli
 from train.revision import revision
 
 CONFIG = flags.DEFINE_multi_string("config", [], "Config file, with its argument if any; may be repeated.")
-STEPS = flags.DEFINE_integer("steps", 500, "loop: steps in a round.")
-ROUNDS = flags.DEFINE_integer("rounds", 3, "loop, attention, scan: times that each contender has its turn.")
-KILLS = flags.DEFINE_integer("kills", 3, "determinism: times that a run is killed, and then resumed.")
-OUT = flags.DEFINE_string("out", None, "File for the measurements, a line of JSON each.")
+STEPS = cli.flag("steps", Annotated[int, within(2, LARGEST)], 500, "loop: steps in a round.")
+ROUNDS = cli.flag("rounds", Count, 3, "loop, attention, scan: times that each contender has its turn.")
+KILLS = cli.flag("kills", Count, 3, "determinism: times that a run is killed, and then resumed.")
+OUT = cli.flag("out", Name, None, "File for the measurements, a line of JSON each.")
 
 
 def bench_loop() -> Iterator[tuple[dict, str]]:
@@ -92,7 +94,11 @@ def main(argv: list[str]) -> int:
     bench = choose("measurement", argv[1], BENCHES)
     out = Path(OUT.value) if OUT.value else None
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        folders.make(out.parent)
+        if out.is_dir():
+            raise UserError(f"--out={out} is a folder; give a file, such as {out / 'rows.jsonl'}")
+    if argv[1] in CONTESTS and (CONFIG.value or cli.overrides()):
+        raise UserError(f"bench {argv[1]} takes no config; allowed: --rounds and --out")
     rows = []
     for row, text in bench():
         print(text, flush=True)

@@ -63,11 +63,20 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 def read(path: Path) -> list[Row]:
     if not path.is_file():
         raise UserError(f"no rows at {path}; a sweep writes them to OUT/rows.jsonl")
-    lines = path.read_text().splitlines()
     try:
-        return [json.loads(line) for line in lines if line.strip()]
-    except json.JSONDecodeError as error:
+        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a file of rows, one JSON object per line: {error}") from error
+    for number, row in enumerate(found, 1):
+        if not is_row(row):
+            raise UserError(f"{path} is not a file of rows: row {number} has no run, status, labels and metrics")
+    return found
+
+
+def is_row(value: Any) -> bool:
+    """Whether all is there that a table needs."""
+    kinds = {"run": str, "status": str, "labels": dict, "metrics": dict}
+    return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in kinds.items())
 
 
 def score(row: Row, metric: str) -> float | None:

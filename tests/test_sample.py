@@ -84,5 +84,5 @@ def test_without_heat_sampling_is_greedy(temperature):
 )
 def test_impossible_sampling_is_refused(wrong):
     (key,) = wrong
-    with pytest.raises(UserError, match=f"{key} is .*allowed: .*closest: "):
+    with pytest.raises(UserError, match=f"{key} is .*allowed: .*(closest|usual): "):
         Sampling(**wrong)

@@ -13,7 +13,7 @@ def parse(argument: str, **defaults: str | int) -> SimpleNamespace:
         if not equals or key not in defaults:
             allowed = ", ".join(f"{k}=..." for k in defaults)
             raise UserError(f"unknown config argument {item!r}; this config takes {allowed}{closest(key, defaults)}")
-        if isinstance(defaults[key], int) and not value.isdecimal():
+        if isinstance(defaults[key], int) and not (value.isdecimal() and len(value) < 10):
             raise UserError(f"config argument {key} is {value!r}; it takes a whole number, such as {defaults[key]}")
         values[key] = type(defaults[key])(value)
     return SimpleNamespace(**values)

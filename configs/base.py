@@ -1,33 +1,125 @@
-"""Every knob that is not a mixer's, a position's or a task's own, with its default.
+"""Every knob that is not a mixer's, a position's or a task's own: what it may be, its default, what it does.
 
 Three keys are choices: `model.mixers`, `model.position` and `data.task`. Each brings a section named after what was
 chosen, filled with that choice's own defaults (`model.mamba.state`, `model.rope.theta`, `data.mqar.length`), so a
 config states only what differs and a run's `config.json` holds only what it used.
 """
 
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
 from ml_collections import ConfigDict
 
+from data import TASKS
+from model.build import DTYPES, KINDS
+from model.layers import ACTIVATIONS, NORMS
+from model.mixers import MIXERS
+from model.positions import POSITIONS
+from model.settings import (
+    Count,
+    Dim,
+    Fraction,
+    Length,
+    NotNegative,
+    Positive,
+    Seed,
+    Whole,
+    at_least,
+    below,
+    defaults,
+    section,
+)
 
-def get_config() -> ConfigDict:
-    c = ConfigDict()
-    c.seed = 0  # of parameters, dropout and data order
-    c.steps = 1000
-    c.batch_size = 32  # sequences per step over all devices
-    c.log_every = 10  # steps between lines in metrics.jsonl
-    c.eval_every = 200  # 0: only at the end
-    c.eval_batches = 8  # batches per evaluation; 0: the whole split, where it is finite
-    c.test_lengths = ()  # also test at these lengths, after training
-    c.checkpoint_every = 200  # 0: only at the end
-    c.keep = 2  # newest checkpoints kept, besides the best
-    c.best = "accuracy"  # validation metric that names the best checkpoint: accuracy or loss
-    c.target = 0.0  # stop early once validation accuracy reaches this; 0: never
-    c.nonfinite = "stop"  # on a non-finite loss: stop, skip (drop the update) or rollback (to the last checkpoint)
-    c.max_rollbacks = 3
-    c.deterministic = True  # the same bits every time, on GPUs too; False: their fastest kernels
-    c.tensorboard = False  # also write TensorBoard events beside metrics.jsonl
+
+@dataclass(frozen=True)
+class Model:
+    # stack: layers of mixers. seq2seq: a GRU reads, another writes and looks back; without mixers or positions, it has
+    # of this section the width (half for each direction of the reader), the dropout and the dtype.
+    kind: Literal[*KINDS] = "stack"
+    width: Dim = 64
+    layers: Dim = 2
+    mixers: tuple[Literal[*MIXERS], ...] = ("attention",)  # cycled over the layers
+    position: Literal[*POSITIONS] = "none"
+    causal: bool = True
+    norm: Literal[*NORMS] = "rmsnorm"
+    norm_order: Literal["pre", "post"] = "pre"
+    mlp: Literal[*ACTIVATIONS] = "swiglu"
+    mlp_width: Literal[0] | Dim = 0  # 0: 4 x width; for swiglu 8/3 x width, rounded up to a multiple of 32
+    dropout: Annotated[float, at_least(0), below(1)] = 0.0
+    tied: bool = True  # one matrix embeds and unembeds
+    pool: Literal["mean", "cls", "last"] = "mean"  # the hidden vector that classification reads
+    scan: bool = True  # one compiled layer, looped; False unrolls the loop: same parameters, same results
+    remat: bool = False  # recompute activations in the backward pass
+    dtype: Literal[*DTYPES] = "float32"  # of activations; parameters, softmax and recurrent states stay float32
+
+
+@dataclass(frozen=True)
+class Optim:
+    lr: NotNegative = 1e-3
+    schedule: Literal["constant", "cosine", "rsqrt"] = "cosine"  # each after a linear warm-up
+    warmup: Whole = 100  # steps
+    final_lr: Fraction = 0.0  # cosine ends at this fraction of lr
+    weight_decay: NotNegative = 0.1
+    b1: Annotated[float, at_least(0), below(1)] = 0.9
+    b2: Annotated[float, at_least(0), below(1)] = 0.98
+    eps: Positive = 1e-8
+    clip: NotNegative = 1.0  # global norm; 0: off
+    accumulate: Count = 1  # micro-batches per step
+    ssm_lr: NotNegative = 1.0  # factor on the learning rate of the parameters a mixer puts in its `ssm` group
+
+
+Devices = Literal[-1] | Count  # -1: all that the other axes leave over
+Axis = Literal["data", "fsdp", "tensor", "sequence", "expert"]
+Logical = Literal["batch", "length", "embed", "heads", "inner", "mlp", "vocab", "experts"]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    data: Devices = -1
+    fsdp: Devices = 1
+    tensor: Devices = 1
+    sequence: Devices = 1
+    expert: Devices = 1
+    # Logical axis -> mesh axes; what is not named is replicated.
+    rules: tuple[tuple[Logical, tuple[Axis, ...]], ...] = (
+        ("batch", ("data", "fsdp", "expert")),
+        ("length", ("sequence",)),
+        ("embed", ("fsdp",)),
+        ("heads", ("tensor",)),
+        ("inner", ("tensor",)),
+        ("mlp", ("tensor",)),
+        ("vocab", ("tensor",)),
+        ("experts", ("expert",)),
+    )
+
+
+@dataclass(frozen=True)
+class Data:
+    task: Literal[*TASKS] = "mqar"
+    seed: Seed = 0  # of the examples themselves, so that runs differing in `seed` are tested on the same ones
+
+
+@dataclass(frozen=True)
+class Base:
+    seed: Seed = 0  # of parameters, dropout and data order
+    steps: Count = 1000
+    batch_size: Count = 32  # sequences per step over all devices
+    log_every: Count = 10  # steps between lines in metrics.jsonl
+    eval_every: Whole = 200  # 0: only at the end
+    eval_batches: Whole = 8  # batches per evaluation; 0: the whole split, where it is finite
+    test_lengths: tuple[Length, ...] = ()  # also test at these lengths, after training
+    checkpoint_every: Whole = 200  # 0: only at the end
+    keep: Count = 2  # newest checkpoints kept, besides the best
+    best: Literal["accuracy", "loss"] = "accuracy"  # validation metric that names the best checkpoint
+    target: Fraction = 0.0  # stop early once validation accuracy reaches this; 0: never
+    # On a non-finite loss: stop, skip (drop the update) or rollback (to the last checkpoint).
+    nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    max_rollbacks: Whole = 3
+    deterministic: bool = True  # the same bits every time, on GPUs too; False: their fastest kernels
+    tensorboard: bool = False  # also write TensorBoard events beside metrics.jsonl
     # Keys that may change when a run is resumed; a change to any other is refused. `mesh.*` is all that begin so.
     # A result row lists the changes that were made.
-    c.resume_safe = (
+    resume_safe: tuple[str, ...] = (
         "steps",
         "log_every",
         "eval_every",
@@ -41,59 +133,11 @@ def get_config() -> ConfigDict:
         "mesh.*",
         "resume_safe",
     )
+    model: Model = Model()
+    optim: Optim = Optim()
+    mesh: Mesh = Mesh()
+    data: Data = Data()
 
-    c.model = ConfigDict()
-    # stack: layers of mixers. seq2seq: a GRU reads, another writes and looks back; without mixers or positions, it has
-    # of this section the width (half for each direction of the reader), the dropout and the dtype.
-    c.model.kind = "stack"
-    c.model.width = 64
-    c.model.layers = 2
-    c.model.mixers = ("attention",)  # cycled over the layers
-    c.model.position = "none"
-    c.model.causal = True
-    c.model.norm = "rmsnorm"  # rmsnorm, layernorm
-    c.model.norm_order = "pre"  # pre, post
-    c.model.mlp = "swiglu"  # none, relu, gelu, swiglu
-    c.model.mlp_width = 0  # 0: 4 x width; for swiglu 8/3 x width, rounded up to a multiple of 32
-    c.model.dropout = 0.0
-    c.model.tied = True  # one matrix embeds and unembeds
-    c.model.pool = "mean"  # classification reads the mean, cls or last hidden vector
-    c.model.scan = True  # one compiled layer, looped; False unrolls the loop: same parameters, same results
-    c.model.remat = False  # recompute activations in the backward pass
-    c.model.dtype = "float32"  # of activations; parameters, softmax and recurrent states stay float32
 
-    c.optim = ConfigDict()
-    c.optim.lr = 1e-3
-    c.optim.schedule = "cosine"  # constant, cosine, rsqrt; each after a linear warm-up
-    c.optim.warmup = 100  # steps
-    c.optim.final_lr = 0.0  # cosine ends at this fraction of lr
-    c.optim.weight_decay = 0.1
-    c.optim.b1 = 0.9
-    c.optim.b2 = 0.98
-    c.optim.eps = 1e-8
-    c.optim.clip = 1.0  # global norm; 0: off
-    c.optim.accumulate = 1  # micro-batches per step
-    c.optim.ssm_lr = 1.0  # factor on the learning rate of the parameters a mixer puts in its `ssm` group
-
-    c.mesh = ConfigDict()
-    c.mesh.data = -1  # -1: all devices the other axes leave over
-    c.mesh.fsdp = 1
-    c.mesh.tensor = 1
-    c.mesh.sequence = 1
-    c.mesh.expert = 1
-    # Logical axis -> mesh axes; what is not named is replicated.
-    c.mesh.rules = (
-        ("batch", ("data", "fsdp", "expert")),
-        ("length", ("sequence",)),
-        ("embed", ("fsdp",)),
-        ("heads", ("tensor",)),
-        ("inner", ("tensor",)),
-        ("mlp", ("tensor",)),
-        ("vocab", ("tensor",)),
-        ("experts", ("expert",)),
-    )
-
-    c.data = ConfigDict()
-    c.data.task = "mqar"
-    c.data.seed = 0  # of the examples themselves, so that runs differing in `seed` are tested on the same ones
-    return c
+def get_config() -> ConfigDict:
+    return ConfigDict(defaults(section(Base)))

@@ -1,12 +1,13 @@
 """Induction heads (Gu and Dao, "Mamba", 2023, section 4.1.2, https://arxiv.org/abs/2312.00752)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from data import bins
 from data.task import Example, Task
+from model.settings import LONGEST, WIDEST, within
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,8 @@ class Induction(Task):
     kind: ClassVar[str] = "lm"
     block: ClassVar[int] = 64
 
-    length: int = 256  # tokens
-    vocab_size: int = 16  # trigger included
-
-    def check(self) -> None:
-        self.bound("length", 3)
-        self.bound("vocab_size", 3, why="the trigger and two tokens")
+    length: Annotated[int, within(3, LONGEST)] = 256  # tokens
+    vocab_size: Annotated[int, within(3, WIDEST)] = 16  # trigger included, and at least two others
 
     def examples(self, split: str, index: int, rng: np.random.Generator) -> Example:
         B, L, V = self.block, self.length, self.vocab_size

@@ -9,7 +9,7 @@ has no duplicates; here examples are independent, which at LRA's lengths is the 
 
 import functools
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from data import bins
 from data.rng import Stream
 from data.task import Example, Task
 from model.errors import UserError
+from model.settings import Count, Length, within
 
 TOKENS = ("<pad>", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
 ZERO, MIN, CLOSE = TOKENS.index("0"), TOKENS.index("[MIN"), TOKENS.index("]")
@@ -103,26 +104,22 @@ class ListOps(Task):
     n_classes: ClassVar[int] = 10
     vocab_size: ClassVar[int] = len(TOKENS)
 
-    length: int = 2000  # tokens, padding included
-    max_depth: int = 10  # levels of the tree
-    max_args: int = 10  # arguments of one operator, from 2 on
-    min_length: int = 500  # a tree has more tokens than this
-    max_length: int = 2000  # and fewer than this
-    n_train: int = 96_000
-    n_validation: int = 2000
-    n_test: int = 2000
+    length: Length = 2000  # tokens, padding included
+    max_depth: Annotated[int, within(2, 100)] = 10  # levels of the tree
+    max_args: Annotated[int, within(2, 1000)] = 10  # arguments of one operator, from 2 on
+    min_length: Length = 500  # a tree has more tokens than this; a lone digit is one token long
+    max_length: Length = 2000  # and fewer than this
+    n_train: Count = 96_000
+    n_validation: Count = 2000
+    n_test: Count = 2000
 
     def check(self) -> None:
-        self.bound("max_depth", 2)
-        self.bound("max_args", 2)
         nodes = [self.max_args**d for d in range(self.max_depth)]
         longest = sum(nodes) + sum(nodes[:-1])
         # A lone digit is one token long: from min_length 1 on, every tree kept has an operator at its root.
         self.bound("min_length", 1, longest - 1, f"the largest tree has {longest} tokens")
         self.bound("max_length", self.min_length + 2, why=f"min_length {self.min_length}, both bounds excluded")
         self.bound("length", min(self.max_length - 1, longest), why="the longest tree kept must fit")
-        for field in ("n_train", "n_validation", "n_test"):
-            self.bound(field, 1)
 
     def sizes(self) -> dict[str, int | None]:
         return {"train": self.n_train, "validation": self.n_validation, "test": self.n_test}

@@ -2,14 +2,14 @@
 
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from data import bins
 from data.rng import distinct
 from data.task import Example, Task
-from model.errors import UserError
+from model.settings import LONGEST, WIDEST, Length, Whole, at_least, even, within
 
 
 @functools.lru_cache(maxsize=1024)
@@ -31,23 +31,18 @@ class Mqar(Task):
     kind: ClassVar[str] = "lm"
     block: ClassVar[int] = 64
 
-    length: int = 64  # tokens; even, at least four per pair
-    vocab_size: int = 8192  # half of them keys, half values
-    n_pairs: int = 4  # pairs per example; the most, where min_pairs is set
-    min_pairs: int = 0  # pairs vary uniformly from this to n_pairs; 0: always n_pairs
-    alpha: float = 0.01  # power law of the gaps; 1: uniform
+    length: Annotated[int, within(4, LONGEST), even] = 64  # tokens; at least four per pair
+    vocab_size: Annotated[int, within(4, WIDEST)] = 8192  # half of them keys, half values
+    n_pairs: Length = 4  # pairs per example; the most, where min_pairs is set
+    min_pairs: Whole = 0  # pairs vary uniformly from this to n_pairs; 0: always n_pairs
+    alpha: Annotated[float, at_least(1e-3)] = 0.01  # power law of the gaps; 1: uniform
     random_fillers: bool = False  # other slots hold random tokens, not 0 (Zoology's Figure 2: 0)
-    n_train: int = 0  # fixed training set of this many examples; 0: fresh for ever
+    n_train: Whole = 0  # fixed training set of this many examples; 0: fresh for ever
 
     def check(self) -> None:
-        self.bound("length", 4)
-        if self.length % 2:
-            raise UserError(f"data.mqar.length is {self.length}; allowed: even numbers; closest: {self.length + 1}")
         self.bound("n_pairs", 1, self.length // 4, f"a quarter of length {self.length}")
         self.bound("min_pairs", 0, self.n_pairs, "n_pairs")
         self.bound("vocab_size", 2 * self.n_pairs + 2, why=f"{self.n_pairs} keys, as many values, and 0")
-        self.bound("alpha", 1e-3)
-        self.bound("n_train", 0)
 
     def sizes(self) -> dict[str, int | None]:
         return super().sizes() | {"train": self.n_train or None}

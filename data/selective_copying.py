@@ -1,12 +1,13 @@
 """Selective copying (Gu and Dao, "Mamba", 2023, section 4.1.1, https://arxiv.org/abs/2312.00752)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 
 from data.rng import distinct
 from data.task import Example, Task
+from model.settings import LONGEST, WIDEST, Length, within
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,12 @@ class SelectiveCopying(Task):
     kind: ClassVar[str] = "lm"
     block: ClassVar[int] = 64
 
-    length: int = 256  # tokens; the last n_tokens are markers, the rest hold the noise and the tokens
-    vocab_size: int = 16  # noise and marker included
-    n_tokens: int = 16  # to be copied
+    length: Annotated[int, within(2, LONGEST)] = 256  # tokens; the last n_tokens are markers
+    vocab_size: Annotated[int, within(3, WIDEST)] = 16  # noise and marker included
+    n_tokens: Length = 16  # to be copied
 
     def check(self) -> None:
-        self.bound("length", 2)
         self.bound("n_tokens", 1, self.length // 2, f"half of length {self.length}")
-        self.bound("vocab_size", 3, why="noise, marker and a token")
 
     def examples(self, split: str, index: int, rng: np.random.Generator) -> Example:
         B, L, V, Q = self.block, self.length, self.vocab_size, self.n_tokens

@@ -12,6 +12,7 @@ import numpy as np
 
 from data.rng import Stream
 from model.errors import UserError, choose
+from model.settings import check_fields
 
 SPLITS = ("train", "validation", "test")
 
@@ -20,7 +21,7 @@ Example = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task's fields are the user's config section `data.<name>`.
+    """A task's fields are the user's config section `data.<name>`, and their types say what they may be.
 
     Every task also has `length` (L) and `vocab_size`, as fields where the user may choose them.
 
@@ -38,11 +39,11 @@ class Task:
     by_epoch: ClassVar[bool] = False  # whether a finite training set changes from epoch to epoch
 
     def __post_init__(self) -> None:
+        check_fields(self, f"data.{self.name}")
         self.check()
 
     def check(self) -> None:
         """Raises UserError if the fields do not go together."""
-        raise NotImplementedError
 
     @property
     def tail(self) -> int:

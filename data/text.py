@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from data import bins
 from data.corpus import Corpus, open_corpus
 from data.task import Example, Task
 from model.errors import UserError
+from model.settings import Length, within
 
 _GOLDEN = (5**0.5 - 1) / 2  # its multiples modulo 1 fill the unit interval evenly, however many are taken
 
@@ -33,9 +34,9 @@ class Text(Task):
     by_epoch: ClassVar[bool] = True  # the phase
 
     path: str = ""  # a file, or a folder: all its files, sorted, hidden ones skipped, a zero byte between two
-    length: int = 256  # bytes the model sees
-    validation: float = 0.05  # fraction of the text
-    test: float = 0.05  # fraction of the text, its end
+    length: Length = 256  # bytes the model sees
+    validation: Annotated[float, within(1e-4, 0.4)] = 0.05  # fraction of the text
+    test: Annotated[float, within(1e-4, 0.4)] = 0.05  # fraction of the text, its end
 
     @functools.cached_property
     def corpus(self) -> Corpus:
@@ -55,9 +56,6 @@ class Text(Task):
         }
 
     def check(self) -> None:
-        self.bound("length", 1)
-        self.bound("validation", 1e-4, 0.4)
-        self.bound("test", 1e-4, 0.4)
         L = self.length
         # From here on every split has a window, however the fractions round.
         train = 1 - self.validation - self.test

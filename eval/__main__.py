@@ -4,38 +4,49 @@
     python -m eval --workdir=runs/a --suite=generate --prompt="Once upon a" [--tokens=200] [--temperature=0.8]
     python -m eval --workdir=runs/a --suite=attention [--examples=8] [--prompt="1 9 2 10 1"]
 
+Started on every host with `--distributed`, accuracy is measured by all of them together.
+
 Overrides change what the model is asked, not what it is: `--config.eval_batches=0` takes all of a finite
 split, `--config.batch_size` and `--config.mesh.fsdp` fit it to this machine.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
+import jax
 from absl import flags
 
+from data import SPLITS
 from eval.restore import restore
-from eval.suites import SUITES
-from model.errors import UserError, choose
-from train import cli
+from eval.sample import Sampling
+from eval.suites import SHARED, SUITES
+from model.errors import UserError
+from model.settings import Count, Name, Seed, Whole, section
+from train import cli, hosts
+from train.revision import source_digest
 
-WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder.")
-SUITE = flags.DEFINE_string("suite", "accuracy", f"What to ask: {', '.join(SUITES)}.")
-STEP = flags.DEFINE_string("step", "latest", "The checkpoint: a step, best or latest.")
+SAMPLING = section(Sampling)
+WORKDIR = cli.flag("workdir", Name, None, "The run's folder.")
+SUITE = cli.flag("suite", Literal[*SUITES], "accuracy", f"What to ask: {', '.join(SUITES)}.")
+STEP = cli.flag("step", Literal["best", "latest"] | Whole, "latest", "The checkpoint: a step, best or latest.")
+DISTRIBUTED = flags.DEFINE_bool("distributed", False, "accuracy: join the other hosts of a pod or cluster job.")
 OPTIONS = (
-    flags.DEFINE_string("split", "test", "accuracy, attention: train, validation or test."),
-    flags.DEFINE_integer("examples", 1, "attention: how many, from the first of the split on."),
+    cli.flag("split", Literal[*SPLITS], "test", "accuracy, attention: train, validation or test."),
+    cli.flag("examples", Count, 1, "attention: how many, from the first of the split on."),
     flags.DEFINE_string(
         "prompt",
         "",
         "generate, attention: text, or token ids with blanks between them; "
         "without it a line of text starts, or the split is looked at.",
     ),
-    flags.DEFINE_integer("tokens", 200, "generate: how many."),
-    flags.DEFINE_float("temperature", 1.0, "generate: below 1 sharper, above 1 flatter, 0 the likeliest."),
-    flags.DEFINE_integer("top_k", 0, "generate: draw from the k likeliest; 0: from all."),
-    flags.DEFINE_float("top_p", 1.0, "generate: draw from the fewest likeliest that reach p; 1: all."),
-    flags.DEFINE_integer("seed", 0, "generate: of the draws."),
+    cli.flag("tokens", Count, 200, "generate: how many."),
+    cli.flag(
+        "temperature", SAMPLING["temperature"].type, 1.0, "generate: below 1 sharper, above 1 flatter, 0 the likeliest."
+    ),
+    cli.flag("top_k", SAMPLING["top_k"].type, 0, "generate: draw from the k likeliest; 0: from all."),
+    cli.flag("top_p", SAMPLING["top_p"].type, 1.0, "generate: draw from the fewest likeliest that reach p; 1: all."),
+    cli.flag("seed", Seed, 0, "generate: of the draws."),
 )
 
 
@@ -44,10 +55,15 @@ def main(argv: Sequence[str]) -> None:
         raise UserError(f"unexpected argument {argv[1]!r}; flags begin with --")
     if not WORKDIR.value:
         raise UserError("--workdir is missing; e.g. python -m eval --workdir=runs/debug")
-    suite = choose("suite", SUITE.value, SUITES)
+    suite = SUITES[SUITE.value]
     taken = options(suite)
-    cli.use_compilation_cache()
-    suite(restore(WORKDIR.value, STEP.value, cli.overrides()), **taken)
+    if DISTRIBUTED.value and SUITE.value not in SHARED:
+        raise UserError(f"suite {SUITE.value} does not take --distributed; allowed with it: {', '.join(SHARED)}")
+    with hosts.joined(DISTRIBUTED.value):
+        asked = {"workdir": WORKDIR.value, "suite": SUITE.value, "step": STEP.value, **taken, **dict(cli.overrides())}
+        hosts.same(lambda: {**asked, "jax": jax.__version__, "code": source_digest()})
+        cli.use_compilation_cache()
+        suite(restore(WORKDIR.value, str(STEP.value), cli.overrides()), **taken)
 
 
 def options(suite: Callable[..., None]) -> dict[str, Any]:

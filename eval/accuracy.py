@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+import jax
 import numpy as np
 from rich import box
 from rich.console import Console
@@ -16,8 +17,10 @@ from train.evaluate import mean, tally
 
 
 def accuracy(restored: Restored, *, split: str) -> None:
-    """The suite: measures, writes the numbers into the run's folder, prints them."""
+    """The suite: measures, writes the numbers into the run's folder, prints them; of many processes the first does."""
     report = provenance(restored, split) | measure(restored, split)
+    if jax.process_index() != 0:
+        return
     path = write(restored, "accuracy", split, report)
     print(headline(report))
     console = Console(highlight=False)

@@ -8,10 +8,9 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from model.errors import UserError, closest
-from train import checkpoint
+from train import checkpoint, hosts
 from train import config as configs
 from train.run import Run, prepare
-from train.step import RunState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,18 +28,23 @@ def restore(workdir: str, step: str, overrides: Iterable[tuple[str, str]] = ()) 
     """The parameters of a step (a number, `best` or `latest`) in a model built with the overrides."""
     folder = Path(workdir)
     file, checkpoints = folder / "config.json", folder / "checkpoints"
-    if not file.is_file():
-        runs = [path.parent.name for path in folder.parent.glob("*/config.json")]
-        what = "has no config.json" if folder.is_dir() else "does not exist"
-        raise UserError(f"no run in {workdir}: it {what}{closest(folder.name, runs)}")
-    chosen = choose_step(checkpoints, step)
+
+    def find() -> int:
+        if not file.is_file():
+            runs = [path.parent.name for path in folder.parent.glob("*/config.json")]
+            what = "has no config.json" if folder.is_dir() else "does not exist"
+            raise UserError(f"no run in {workdir}: it {what}{closest(folder.name, runs)}")
+        return choose_step(checkpoints, step)
+
+    chosen = hosts.agree(find)  # the run may save another step while hosts look for the latest
     run = prepare(configs.load(str(file), overrides))
+    hosts.same(lambda: {"data fingerprint": run.task.fingerprint(run.config.data.seed)})
     return Restored(
         folder=folder,
         trained=configs.load(str(file)),
         run=run,
         step=chosen,
-        params=load(checkpoints, run.abstract, chosen).params,
+        params=load(checkpoints, run.abstract.params, chosen),
     )
 
 
@@ -66,9 +70,10 @@ def choose_step(checkpoints: Path, asked: str) -> int:
     raise UserError(f"no step {asked!r} in {checkpoints}; choose from {', '.join(allowed)}{near}")
 
 
-def load(checkpoints: Path, like: RunState, step: int) -> RunState:
+def load(checkpoints: Path, like: Any, step: int) -> Any:
+    """The parameters alone: with the optimizer's moments they would be three times the bytes."""
     try:
-        return checkpoint.load(checkpoints, like, step)
+        return checkpoint.load_params(checkpoints, like, step)
     except Exception as error:
         # A run that goes on removes old checkpoints, perhaps this one, while it is being read.
         if step in checkpoint.steps(checkpoints):

@@ -1,31 +1,24 @@
 """From logits to a token: temperature, then top-k, then top-p, then a draw."""
 
 import dataclasses
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
-from model.errors import UserError
+from model.settings import NotNegative, Whole, above, at_most, check_fields
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """How the next token is drawn; checked once, and hashable, so that a compiled step can be made for it."""
 
-    temperature: float = 1.0  # 0: the likeliest token
-    top_k: int = 0  # only the k likeliest; 0: all
-    top_p: float = 1.0  # only the fewest likeliest whose probabilities reach p; 1: all
+    temperature: NotNegative = 1.0  # 0: the likeliest token
+    top_k: Whole = 0  # only the k likeliest; 0: all
+    top_p: Annotated[float, above(0), at_most(1)] = 1.0  # only the fewest likeliest whose probabilities reach p; 1: all
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature is {self.temperature}; allowed: 0 (greedy) or a positive number; closest: 0")
-        if self.top_k < 0:
-            raise UserError(f"top_k is {self.top_k}; allowed: 0 (all tokens) or more; closest: 0")
-        if not 0 < self.top_p <= 1:
-            raise UserError(
-                f"top_p is {self.top_p}; allowed: above 0, up to 1 (all tokens); closest: "
-                f"{'1' if self.top_p > 1 else 'temperature 0, which takes the likeliest token'}"
-            )
+        check_fields(self)
 
 
 def sample(

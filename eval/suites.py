@@ -11,3 +11,5 @@ SUITES: dict[str, Callable[..., None]] = {
     "attention": attention,
     "generate": continuation,
 }
+
+SHARED = ("accuracy",)  # those that many processes can share; the others look at a few rows, and one does

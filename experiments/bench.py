@@ -4,9 +4,11 @@
     python -m experiments.bench startup   seconds to the first step, at the first and at the second start
     python -m experiments.bench attention time and memory of attention beside its peers
     python -m experiments.bench scan      the same of state spaces: scans, Mamba-2's products, long convolutions
+    python -m experiments.bench determinism   whether a run has the same bits again, and when killed and resumed
 
-The first two take --config=FILE (default: the quickstart's architectures) and --config.KEY=VALUE; all take --out=FILE,
-where rows go as JSON lines, and for the last two a table beside them, with the ending md.
+loop, startup and determinism take --config=FILE, which may be repeated (default: the quickstart's architectures; for
+determinism five of width 128 in bfloat16), and --config.KEY=VALUE; all take --out=FILE, where rows go as JSON lines,
+and for the last three a table beside them, with the ending md. Where bits differ, the exit code is 1.
 """
 
 import json
@@ -14,21 +16,24 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import jax
 from absl import flags
 
-from experiments import attention_speed, overhead, scan_speed, speed, startup
+from experiments import attention_speed, determinism, folders, overhead, scan_speed, speed, startup
 from experiments.runs import read_value
 from experiments.tables import TABLES
 from model.errors import UserError, choose
+from model.settings import LARGEST, Count, Name, within
 from train import cli
 from train.revision import revision
 
 CONFIG = flags.DEFINE_multi_string("config", [], "Config file, with its argument if any; may be repeated.")
-STEPS = flags.DEFINE_integer("steps", 500, "loop: steps in a round.")
-ROUNDS = flags.DEFINE_integer("rounds", 3, "All but startup: times that each contender has its turn.")
-OUT = flags.DEFINE_string("out", None, "File for the measurements, a line of JSON each.")
+STEPS = cli.flag("steps", Annotated[int, within(2, LARGEST)], 500, "loop: steps in a round.")
+ROUNDS = cli.flag("rounds", Count, 3, "loop, attention, scan: times that each contender has its turn.")
+KILLS = cli.flag("kills", Count, 3, "determinism: times that a run is killed, and then resumed.")
+OUT = cli.flag("out", Name, None, "File for the measurements, a line of JSON each.")
 
 
 def bench_loop() -> Iterator[tuple[dict, str]]:
@@ -55,6 +60,14 @@ def bench_contenders(name: str) -> Iterator[tuple[dict, str]]:
         yield row, f"{' '.join(str(row[key]) for key in bench.LEAD)}, {row['contender']}: {figures}"
 
 
+def bench_determinism() -> Iterator[tuple[dict, str]]:
+    settings = {} if CONFIG.value else determinism.SETTINGS
+    overrides = {**settings, **{key: read_value(text) for key, text in cli.overrides()}}
+    for spec in CONFIG.value or determinism.SPECS:
+        row = determinism.measure(spec, overrides, KILLS.value)
+        yield row, determinism.sentence(row)
+
+
 def specs() -> list[str]:
     """The configs asked for, or the quickstart's architectures on its first task."""
     table = TABLES["quickstart"].runs("small")
@@ -67,24 +80,34 @@ BENCHES: dict[str, Callable[[], Iterator[tuple[dict, str]]]] = {
     "loop": bench_loop,
     "startup": bench_startup,
     **{name: partial(bench_contenders, name) for name in CONTESTS},
+    "determinism": bench_determinism,
+}
+MARKDOWN: dict[str, Callable[[list[dict]], str]] = {
+    **{name: partial(speed.table, lead=contest.LEAD) for name, contest in CONTESTS.items()},
+    "determinism": determinism.table,
 }
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str]) -> int:
     if len(argv) != 2:
         raise UserError(f"bench takes one measurement; choose from {', '.join(BENCHES)}")
     bench = choose("measurement", argv[1], BENCHES)
     out = Path(OUT.value) if OUT.value else None
     if out:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        folders.make(out.parent)
+        if out.is_dir():
+            raise UserError(f"--out={out} is a folder; give a file, such as {out / 'rows.jsonl'}")
+    if argv[1] in CONTESTS and (CONFIG.value or cli.overrides()):
+        raise UserError(f"bench {argv[1]} takes no config; allowed: --rounds and --out")
     rows = []
     for row, text in bench():
         print(text, flush=True)
-        rows.append({"bench": argv[1], **row, **provenance()})
+        rows.append({"bench": argv[1], **provenance(), **row})
         if out:  # row by row: what is measured stays, whatever happens to the next
             out.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
-            if argv[1] in CONTESTS:
-                out.with_suffix(".md").write_text(speed.table(rows, CONTESTS[argv[1]].LEAD))
+            if argv[1] in MARKDOWN:
+                out.with_suffix(".md").write_text(MARKDOWN[argv[1]](rows))
+    return int(not all(row.get("identical", True) for row in rows))
 
 
 def provenance() -> dict[str, str]:

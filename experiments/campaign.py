@@ -9,7 +9,8 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from experiments import folders, rows
-from experiments.launch import LAUNCHERS, Job, default_slots
+from experiments.launch import LAUNCHERS, Job
+from experiments.machine import look
 from experiments.progress import Tally, follow
 from experiments.runs import Run, command, names, texts
 from model.errors import UserError, choose
@@ -60,7 +61,7 @@ def carry_out(planned: Plan, out: Path, slots: int | None = None, launcher: str 
     # Every setting's first seed first: later seeds find its program compiled, and a table fills evenly.
     ordered = sorted(planned, key=lambda name: planned[name].run.overrides.get("seed", 0))
     jobs = [Job(name, command(planned[name].run, out / name), out / name) for name in ordered]
-    tally = follow(launch(jobs, slots or default_slots()), out, len(jobs))
+    tally = follow(launch(jobs, slots or look().slots), out, len(jobs))
     made = rows.collect(out)
     rows.write(out / "rows.jsonl", made)
     for row in made:

@@ -12,11 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from experiments.runs import Run
+from model.errors import UserError
+
+
+def make(folder: Path) -> None:
+    """A folder to write into, which may be there already."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {folder}: {error.strerror}; give another --out") from error
 
 
 def claim(folder: Path, run: Run, config_hash: str) -> None:
     """Makes a run's folder and notes in it what was asked for, so that a run that never starts is missed."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make(folder)
     write_json(folder / "run.json", {**asdict(run), "config_hash": config_hash})
 
 

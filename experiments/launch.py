@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Literal
 
 from experiments import folders
+from experiments.machine import Grant, Slots, look
 
 POLL_S = 0.1
 IN_USE = "another process is training it"
+NO_DEVICE = "its accelerators serve another sweep"
 STRAYED = "its config file was changed after the sweep began"
 
 
@@ -36,22 +38,25 @@ Launcher = Callable[[Sequence[Job], int], Iterator[Event]]
 
 
 def local(jobs: Sequence[Job], slots: int) -> Iterator[Event]:
-    """Runs jobs as processes of this machine, `slots` at a time.
+    """Runs jobs as processes of this machine, `slots` at a time, each on its share of the cores and accelerators.
 
     SIGTERM or SIGINT is passed on as SIGTERM, so that every run saves before it ends; a second one kills.
     """
     yield from (Event("skip", job.name) for job in jobs if folders.finished(job.folder))
     todo = [job for job in jobs if not folders.finished(job.folder)]
     running: Running = {}
+    places = Slots(look(), slots)
     with _signals() as received:
         try:
             while (todo or running) and not received:
                 yield from _reap(running, todo)
-                yield from _fill(running, todo, slots)
+                places.keep(running)
+                yield from _fill(running, todo, places)
                 yield Event("tick")
                 time.sleep(POLL_S)
         finally:
             _end([process for _, process in running.values()], received)
+            places.keep(())
     if received:
         yield Event("stop", detail=signal.Signals(received[0]).name)
 
@@ -67,22 +72,26 @@ def _reap(running: Running, todo: list[Job]) -> Iterator[Event]:
             yield event
 
 
-def _fill(running: Running, todo: list[Job], slots: int) -> Iterator[Event]:
+def _fill(running: Running, todo: list[Job], places: Slots) -> Iterator[Event]:
     """Starts jobs in the free slots; one that another process is training already waits for that process."""
-    free = sorted(set(range(slots)) - set(running))
     for job in list(todo):
+        free = [slot for slot in range(len(places)) if slot not in running]
         if not free:
             break
         if folders.in_use(job.folder):
             yield Event("wait", job.name, IN_USE)
             continue
-        todo.remove(job)
         if folders.finished(job.folder):
+            todo.remove(job)
             yield Event("done", job.name)
-        else:
-            slot = free.pop(0)
-            running[slot] = job, _start(job, slot, slots)
-            yield Event("start", job.name)
+            continue
+        slot, grant = next(((slot, grant) for slot in free if (grant := places.take(slot))), (None, None))
+        if grant is None:
+            yield Event("wait", job.name, NO_DEVICE)
+            break
+        todo.remove(job)
+        running[slot] = job, _start(job, grant)
+        yield Event("start", job.name)
 
 
 LAUNCHERS: Mapping[str, Launcher] = {"local": local}
@@ -105,43 +114,22 @@ def ended(job: Job, code: int) -> Event:
     return Event("fail", job.name, error)
 
 
-def share(cores: Sequence[int], slot: int, slots: int) -> Sequence[int]:
-    """The cores of one of several runs at once; all of them where there are not enough to divide."""
-    if slots > len(cores):
-        return cores
-    return cores[slot * len(cores) // slots : (slot + 1) * len(cores) // slots]
-
-
-def default_slots() -> int:
-    """Runs at once if nothing is asked: one on an accelerator, which runs share badly, else one per core."""
-    if os.environ.get("JAX_PLATFORMS") != "cpu" and any(map(_exists, ("nvidia0", "accel0", "vfio/0"))):
-        return 1
-    return min(len(_cores()), 8)  # each takes about half a gigabyte
-
-
-def _exists(device: str) -> bool:
-    return Path("/dev", device).exists()
-
-
-def _cores() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
-def _start(job: Job, slot: int, slots: int) -> subprocess.Popen:
+def _start(job: Job, grant: Grant) -> subprocess.Popen:
     (job.folder / "failed.json").unlink(missing_ok=True)
-    # Runs that share an accelerator must share its memory, most of which JAX otherwise takes at the start.
-    env = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.9 / slots:.3f}", **os.environ} if slots > 1 else None
     with (job.folder / "log.txt").open("ab") as log:
-        # In a session of its own, so that Ctrl-C reaches the runs once, as our SIGTERM.
         process = subprocess.Popen(
-            job.command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True
+            job.command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **grant.environment},
+            pass_fds=grant.files,
+            start_new_session=True,  # so that Ctrl-C reaches the runs once, as our SIGTERM
         )
-    if slots > 1 and hasattr(os, "sched_setaffinity"):
+    if grant.cores:
         # Long before JAX counts the cores: each run sizes its thread pool to its share.
         with suppress(ProcessLookupError):
-            os.sched_setaffinity(process.pid, share(_cores(), slot, slots))
+            os.sched_setaffinity(process.pid, grant.cores)
     return process
 
 

@@ -13,7 +13,6 @@ from rich.text import Text
 import data
 from configs.archs import ARCHS
 from experiments.tables import TABLES
-from model.errors import UserError
 from model.mixers import MIXERS
 from model.ops.attention import IMPLEMENTATIONS, support_matrix
 from model.positions import POSITIONS
@@ -69,8 +68,7 @@ def config_files(folder: Path) -> dict[str, str]:
 
 
 def main(argv: list[str]) -> None:
-    if argv[1:]:
-        raise UserError(f"unexpected argument {argv[1]!r}; list takes none")
+    cli.refuse_arguments(argv, "list")
     console = Console(highlight=False, soft_wrap=True)
     for section, names in catalogue().items():
         console.print(Text(section, style="bold"))

@@ -12,7 +12,6 @@ from statistics import median
 import jax
 
 from data import pipeline
-from model.errors import UserError
 from train import config as configs
 from train.checkpoint import Checkpoints
 from train.loop import loop
@@ -28,8 +27,7 @@ def measure(spec: str, overrides: Sequence[tuple[str, str]], steps: int, rounds:
     The two take turns, so that a machine that slows down slows both; the median over rounds counts.
     Evaluation is left out: it is asked for, not overhead.
     """
-    if steps < 2 or rounds < 1:
-        raise UserError(f"--steps={steps} --rounds={rounds} is too little; give at least 2 steps and 1 round")
+    configs.check(configs.load(spec, overrides))  # also what is asked for below
     asked = [("steps", str(steps + WARM)), ("eval_every", "0"), ("eval_batches", "1"), ("target", "0.0")]
     run = prepare(configs.load(spec, [*overrides, *asked]))
     alone = step_alone(run, max(steps // 2, 1))

@@ -47,7 +47,7 @@ class Tally:
         parts = [f"{len(self.done)} done"]
         parts += [f"{len(self.skipped)} finished before"] if self.skipped else []
         parts += [f"{len(self.failed)} failed"] if self.failed else []
-        parts += [f"{len(self.waiting)} trained by another process"] if self.waiting else []
+        parts += [f"{len(self.waiting)} waiting for another process"] if self.waiting else []
         left = self.total - len(self.done) - len(self.skipped) - len(self.failed) - len(self.waiting)
         parts += [f"{left} to go"] if left else []
         return f"{self.total} runs: " + ", ".join(parts)

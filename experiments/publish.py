@@ -5,13 +5,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from experiments import formats
+from experiments import folders, formats
 from experiments.layout import Sheet
 from experiments.plot import plot
 
 
 def publish(sheet: Sheet, out: Path) -> list[Path]:
-    out.mkdir(parents=True, exist_ok=True)
+    folders.make(out)
     texts = {
         "table.md": formats.markdown(sheet),
         "table.csv": formats.comma_separated(sheet),

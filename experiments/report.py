@@ -16,21 +16,21 @@ from experiments import rows
 from experiments.layout import Layout, sheet
 from experiments.publish import publish, show
 from model.errors import UserError
+from model.settings import Name
 from train import cli
 
-ROWS = flags.DEFINE_string("rows", None, "A file of rows.")
-DIR = flags.DEFINE_string("dir", None, "A sweep's folder; its rows are collected anew.")
+ROWS = cli.flag("rows", Name, None, "A file of rows.")
+DIR = cli.flag("dir", Name, None, "A sweep's folder; its rows are collected anew.")
 BY = flags.DEFINE_list("by", None, "Labels that name the lines; default every swept label not used otherwise.")
-ACROSS = flags.DEFINE_string("across", None, "Label that names the columns.")
+ACROSS = cli.flag("across", Name, None, "Label that names the columns.")
 TUNE = flags.DEFINE_list("tune", [], "Labels whose best value on the validation split is taken.")
-METRIC = flags.DEFINE_string("metric", "test/accuracy", "The number shown.")
+METRIC = cli.flag("metric", Name, "test/accuracy", "The number shown.")
 TITLE = flags.DEFINE_string("title", "", "Title of the table.")
-OUT = flags.DEFINE_string("out", None, "Folder for the files; default the folder of the rows.")
+OUT = cli.flag("out", Name, None, "Folder for the files; default the folder of the rows.")
 
 
 def main(argv: list[str]) -> None:
-    if argv[1:]:
-        raise UserError(f"unexpected argument {argv[1]!r}; report takes flags only, such as --dir=runs/NAME")
+    cli.refuse_arguments(argv, "report", "flags only, such as --dir=runs/NAME")
     if (ROWS.value is None) == (DIR.value is None):
         raise UserError("give one of --rows=FILE and --dir=FOLDER")
     source = Path(ROWS.value or DIR.value)

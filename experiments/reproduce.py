@@ -9,8 +9,7 @@ holds for all runs, and the table's title says so.
 
 from dataclasses import replace
 from pathlib import Path
-
-from absl import flags
+from typing import Literal
 
 from experiments import campaign, rows
 from experiments.layout import sheet
@@ -18,12 +17,13 @@ from experiments.publish import publish, show
 from experiments.runs import read_value
 from experiments.tables import SCALES, TABLES, Table, choose_scale, layout
 from model.errors import UserError, choose
+from model.settings import Count, Name
 from train import cli
 
-SCALE = flags.DEFINE_string("scale", None, f"One of {', '.join(SCALES)}, where the table has it.")
-JOBS = flags.DEFINE_integer("jobs", None, "Runs at once; default one per core, or one on an accelerator.")
-OUT = flags.DEFINE_string(
-    "out", None, "Folder of TABLE alone; default runs/TABLE, or runs/TABLE-SCALE at another than its first scale."
+SCALE = cli.flag("scale", Literal[*SCALES], None, f"One of {', '.join(SCALES)}, where the table has it.")
+JOBS = cli.flag("jobs", Count, None, "Runs at once; default one per accelerator, or one per core.")
+OUT = cli.flag(
+    "out", Name, None, "Folder of TABLE alone; default runs/TABLE, or runs/TABLE-SCALE at another than its first scale."
 )
 
 

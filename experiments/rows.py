@@ -63,11 +63,20 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 def read(path: Path) -> list[Row]:
     if not path.is_file():
         raise UserError(f"no rows at {path}; a sweep writes them to OUT/rows.jsonl")
-    lines = path.read_text().splitlines()
     try:
-        return [json.loads(line) for line in lines if line.strip()]
-    except json.JSONDecodeError as error:
+        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a file of rows, one JSON object per line: {error}") from error
+    for number, row in enumerate(found, 1):
+        if not is_row(row):
+            raise UserError(f"{path} is not a file of rows: row {number} has no run, status, labels and metrics")
+    return found
+
+
+def is_row(value: Any) -> bool:
+    """Whether all is there that a table needs."""
+    kinds = {"run": str, "status": str, "labels": dict, "metrics": dict}
+    return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in kinds.items())
 
 
 def score(row: Row, metric: str) -> float | None:
@@ -100,8 +109,8 @@ def summarise(rows: Sequence[Row], metric: str) -> Summary:
 def unfold(rows: Sequence[Row]) -> list[Row]:
     """A row for each length that a run was tested at: labelled `length`, its `test/length_512/loss` as `test/loss`.
 
-    A run without numbers has failed at the lengths that its other seeds have, or else at all there are. Where no run
-    was tested at other lengths, rows come back as they are.
+    A run without numbers has failed at the lengths that its other seeds have, or else at all there are; one that ran
+    out of memory at a length has failed there. Where no run was tested at other lengths, rows come back as they are.
     """
     every = _lengths(rows)
     if not every:
@@ -122,8 +131,10 @@ def _at_length(metrics: Mapping[str, float], length: int) -> dict[str, float]:
 
 
 def _lengths(rows: Iterable[Row]) -> list[int]:
+    rows = list(rows)
     found = (re.match(r"test/length_(\d+)/", name) for row in rows for name in row["metrics"])
-    return sorted({int(match[1]) for match in found if match})
+    tried = {int(length) for row in rows for length in row.get("untested", {})}
+    return sorted({int(match[1]) for match in found if match} | tried)
 
 
 def group(rows: Iterable[Row], keys: Sequence[str]) -> dict[tuple, list[Row]]:

@@ -8,14 +8,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from experiments.folders import last_line
-from experiments.runs import Run, Value, command
+from experiments.runs import Run, Value, command, texts
 from model.errors import UserError
+from train import config as configs
 
 
 def measure(spec: str, overrides: Mapping[str, Value]) -> dict:
     """Seconds with an empty compilation cache, then with the one that this left."""
+    run = Run(spec, {**overrides, "log_every": 1}, {})
+    configs.check(configs.load(run.config, texts(run)))
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(spec, {**overrides, "log_every": 1}, {})
         first, second = (first_step(run, Path(folder), name) for name in ("first", "second"))
     return {"first_s": first, "second_s": second, "ratio": second / first}
 

@@ -7,6 +7,7 @@ again to take up where it stopped: finished runs are skipped, others continue. R
 """
 
 from pathlib import Path
+from typing import Literal
 
 from absl import flags
 
@@ -15,17 +16,18 @@ from experiments.expand import expand
 from experiments.launch import LAUNCHERS
 from experiments.runs import read_value
 from model.errors import UserError
+from model.settings import Count, Name
 from train import cli
 
-CONFIG = flags.DEFINE_string("config", None, "Config file of every run, with its argument if any.")
+CONFIG = cli.flag("config", Name, None, "Config file of every run, with its argument if any.")
 GRID = flags.DEFINE_multi_string("grid", [], "KEY=VALUE,VALUE: every value; may be repeated.")
 ZIP = flags.DEFINE_multi_string("zip", [], "KEY=V1,V2;KEY=W1,W2: values side by side; may be repeated.")
 LIST = flags.DEFINE_multi_string("list", [], "KEY=V,KEY=W;KEY=V: settings as written; may be repeated.")
-SEEDS = flags.DEFINE_integer("seeds", 1, "Runs of each setting, with seeds 0, 1, ...")
-OUT = flags.DEFINE_string("out", None, "Folder of the sweep; each run gets a folder in it.")
-JOBS = flags.DEFINE_integer("jobs", None, "Runs at once; default one per core, or one on an accelerator.")
+SEEDS = cli.flag("seeds", Count, 1, "Runs of each setting, with seeds 0, 1, ...")
+OUT = cli.flag("out", Name, None, "Folder of the sweep; each run gets a folder in it.")
+JOBS = cli.flag("jobs", Count, None, "Runs at once; default one per accelerator, or one per core.")
 DRY_RUN = flags.DEFINE_bool("dry-run", False, "Only print the commands.")
-LAUNCHER = flags.DEFINE_string("launcher", "local", f"How runs are started: {', '.join(LAUNCHERS)}.")
+LAUNCHER = cli.flag("launcher", Literal[*LAUNCHERS], "local", f"How runs are started: {', '.join(LAUNCHERS)}.")
 
 
 def main(argv: list[str]) -> int:

@@ -8,13 +8,14 @@ from typing import Any
 import jax.numpy as jnp
 
 from model.block import Block
-from model.contract import section
+from model.contract import Mixer
 from model.errors import UserError, choose
 from model.heads import SequenceModel
-from model.layers import ACTIVATIONS, NORMS, mlp_width
+from model.layers import mlp_width
 from model.mixers import MIXERS
 from model.positions import POSITIONS, Position
 from model.seq2seq import Seq2Seq
+from model.settings import Section, defaults, section
 from model.stack import Stack
 
 Model = SequenceModel | Seq2Seq
@@ -22,19 +23,21 @@ Model = SequenceModel | Seq2Seq
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float64": jnp.float64}
 
 
-def sections(mixers: tuple[str, ...], position: str) -> dict[str, dict[str, Any]]:
-    """The config sections that these choices bring, with their defaults."""
-    found = {name: section(choose("mixer", name, MIXERS)) for name in mixers}
+def declared(mixers: tuple[str, ...], position: str) -> Section:
+    """The config sections that these choices bring."""
+    found = {name: section(choose("mixer", name, MIXERS), without=Mixer) for name in mixers}
     own = section(choose("position", position, POSITIONS), without=Position)
     return found | ({position: own} if own else {})
+
+
+def sections(mixers: tuple[str, ...], position: str) -> dict[str, dict[str, Any]]:
+    """The same with their defaults."""
+    return defaults(declared(mixers, position))
 
 
 def build(config: Mapping[str, Any], vocab_size: int, n_classes: int = 0, tail: int = 0) -> Model:
     """The model that a config's model section describes, for what a task has: its vocabulary, classes and tail."""
     kind = choose("model kind", config["kind"], KINDS)
-    if not 0 <= config["dropout"] < 1:
-        raise UserError(f"model.dropout {config['dropout']} must be at least 0 and below 1")
-    choose("dtype", config["dtype"], DTYPES)
     return kind(config, vocab_size, n_classes, tail)
 
 
@@ -104,17 +107,10 @@ KINDS = {"stack": stack, "seq2seq": seq2seq}
 
 def check(c: Mapping[str, Any], n_classes: int) -> None:
     """Refuses what cannot work in a stack, by name."""
-    for key in ("width", "layers"):
-        if c[key] < 1:
-            raise UserError(f"model.{key} {c[key]} must be at least 1")
     if not c["mixers"]:
         raise UserError(f"model.mixers is empty; choose from {', '.join(sorted(MIXERS))}")
     mixers = [choose("mixer", name, MIXERS) for name in c["mixers"]]
     position = choose("position", c["position"], POSITIONS)
-    choose("norm", c["norm"], NORMS)
-    choose("norm order", c["norm_order"], {"pre", "post"})
-    choose("mlp", c["mlp"], ACTIVATIONS)
-    choose("pool", c["pool"], {"mean", "cls", "last"})
     if position.needs_attention and not any(hasattr(m, "softmax") for m in mixers):
         free = ", ".join(name for name, p in POSITIONS.items() if not p.needs_attention)
         raise UserError(

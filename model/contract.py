@@ -7,13 +7,14 @@ Shape letters, used in every signature and einsum of the project:
     E inner width of a mixer  N state size per channel C outputs of a classifier
 """
 
-import dataclasses
 from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
+
+from model.settings import Dim, check_fields
 
 State = Any  # a pytree of arrays, or None
 
@@ -33,10 +34,11 @@ class Mixer(nn.Module):
     """Mixes information along the length: `x, y: [B, L, D]`.
 
     `state=None` starts from an empty past and returns None for the state. A state opened by `init_state` makes any
-    split of a sequence into calls equal to one call. Fields of a subclass are its section in the config.
+    split of a sequence into calls equal to one call. Fields of a subclass are its section in the config, and their
+    types say what they may be.
     """
 
-    width: int
+    width: Dim
     causal: bool = True
     dtype: Any = jnp.float32
 
@@ -44,6 +46,10 @@ class Mixer(nn.Module):
     cost: ClassVar[int] = 1
     # Last component of a parameter's path -> optimizer group (see train/optim.py); what is not named is decayed.
     groups: ClassVar[dict[str, str]] = {}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self)
 
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
         raise NotImplementedError
@@ -64,9 +70,3 @@ class Mixer(nn.Module):
 def wide(dtype: Any) -> Any:
     """The dtype for parameters, softmax and recurrences: at least float32."""
     return jnp.promote_types(dtype, jnp.float32)
-
-
-def section(cls: type, without: type | None = None) -> dict[str, Any]:
-    """A dataclass's own fields and defaults: the config section it brings."""
-    hidden = {"parent", "name", "position"} | {f.name for f in dataclasses.fields(without or Mixer)}
-    return {f.name: f.default for f in dataclasses.fields(cls) if f.name not in hidden}

@@ -109,6 +109,6 @@ class MLP(nn.Module):
 
 def check_divides(what: str, part: int, whole_name: str, whole: int) -> None:
     if part < 1 or whole % part:
-        options = [n for n in range(1, whole + 1) if whole % n == 0]
-        near = min(options, key=lambda n: abs(n - part))
+        small = [n for n in range(1, math.isqrt(whole) + 1) if whole % n == 0]
+        near = min([*small, *(whole // n for n in small)], key=lambda n: (abs(n - part), n))
         raise UserError(f"{what} {part} does not divide {whole_name} {whole}; closest that does: {near}")

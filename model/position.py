@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from model.ops.scores import Bias
+from model.settings import check_fields
 
 
 class Position(nn.Module):
@@ -27,6 +28,10 @@ class Position(nn.Module):
     # Whether it makes sense only where no query sees a later key.
     causal_only: ClassVar[bool] = False
     groups: ClassVar[dict[str, str]] = {}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self)
 
     @property
     def stretches(self) -> bool:

@@ -1,6 +1,6 @@
 """The position encodings by name, and those that are added to the embeddings."""
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import flax.linen as nn
 import jax
@@ -11,14 +11,15 @@ from model.errors import UserError
 from model.position import Position
 from model.rotary import Rope, XPos, angles, inverse_frequencies
 from model.score_bias import FIRE, T5, ALiBi, Kerple
+from model.settings import Length, Positive, above
 
 
 class Sinusoidal(Position):
     """Fixed sines and cosines added to the embeddings (https://arxiv.org/abs/1706.03762), interleaved."""
 
-    theta: float = 10_000.0
+    theta: Annotated[float, above(1)] = 10_000.0
     # As large as embeddings begin. The paper's waves are of size 1, and so are its embeddings, times sqrt(width).
-    amplitude: float = 0.02
+    amplitude: Positive = 0.02
 
     relative: ClassVar[bool] = False
 
@@ -32,7 +33,7 @@ class Sinusoidal(Position):
 class Learned(Position):
     """A learned vector for each absolute position, added to the embeddings."""
 
-    max_len: int = 1024  # the longest sequence the table can place
+    max_len: Length = 1024  # the longest sequence the table can place
 
     relative: ClassVar[bool] = False
     groups: ClassVar[dict[str, str]] = {"table": "no_decay"}

@@ -5,7 +5,7 @@ are those of Hugging Face transformers, so that its settings carry over.
 """
 
 import math
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,10 @@ import numpy as np
 from model.contract import wide
 from model.errors import UserError, choose
 from model.position import Position
+from model.settings import Count, Length, above, at_least, at_most
 
-LAYOUTS = {"half", "interleaved"}
+Theta = Annotated[float, above(1)]
+LAYOUTS = ("half", "interleaved")  # the dims that are a pair: (i, i + K/2), or (2i, 2i + 1)
 STRIDE = 1024
 
 # YaRN: dims that turn more often than the first over the original length are kept, less than the second, slowed.
@@ -109,12 +111,6 @@ def frequencies(
 ) -> tuple[np.ndarray, float]:
     """The inverse frequencies `[dim/2]`, float64, and the temperature that sines and cosines are multiplied by."""
     scale = choose("model.rope.scaling", scaling, SCALINGS)
-    if theta <= 1:
-        raise UserError(f"model.rope.theta {theta} must be above 1; usual: 10000.0")
-    if factor < 1:
-        raise UserError(f"model.rope.factor {factor} must be at least 1; closest: 1.0")
-    if original_length < 1:
-        raise UserError(f"model.rope.original_length {original_length} must be at least 1; closest: 1")
     if scaling == "none" and factor != 1:
         others = ", ".join(sorted(SCALINGS.keys() - {"none"}))
         raise UserError(f"model.rope.factor {factor} is read by no scaling; set it to 1.0, or the scaling to {others}")
@@ -125,8 +121,6 @@ def frequencies(
 
 def rotary_dim(head_dim: int, fraction: float) -> int:
     """How many of the head's dims turn."""
-    if not 0 < fraction <= 1:
-        raise UserError(f"model.rope.fraction {fraction} must be above 0 and at most 1; closest: 1.0")
     dim = int(fraction * head_dim + 1e-6)  # 0.58 of 100 is 57.99.. in floats
     if dim < 2 or dim % 2:
         what = "the head dim" if fraction == 1 else f"model.rope.fraction {fraction} of head dim {head_dim}"
@@ -142,12 +136,12 @@ class Rope(Position):
     `dynamic_ntk` reads the span, so a cache turns as a row of its room does, however few tokens it holds.
     """
 
-    theta: float = 10_000.0
-    fraction: float = 1.0  # of the head's dims, the first ones, that turn
-    layout: str = "half"  # which dims are a pair: half (i, i + K/2) or interleaved (2i, 2i + 1)
-    scaling: str = "none"  # for lengths past the trained one: none, linear, ntk, dynamic_ntk, yarn, llama3
-    factor: float = 1.0  # of the scaling: the length wanted over the length trained at
-    original_length: int = 2048  # the length trained at; read by dynamic_ntk, yarn, llama3
+    theta: Theta = 10_000.0
+    fraction: Annotated[float, above(0), at_most(1)] = 1.0  # of the head's dims, the first ones, that turn
+    layout: Literal[*LAYOUTS] = "half"
+    scaling: Literal[*SCALINGS] = "none"  # for lengths past the trained one
+    factor: Annotated[float, at_least(1)] = 1.0  # of the scaling: the length wanted over the length trained at
+    original_length: Length = 2048  # the length trained at; read by dynamic_ntk, yarn, llama3
 
     needs_attention: ClassVar[bool] = True
 
@@ -156,7 +150,6 @@ class Rope(Position):
         return self.scaling == "dynamic_ntk"
 
     def check(self, head_dim: int) -> None:
-        choose("model.rope.layout", self.layout, LAYOUTS)
         dim = rotary_dim(head_dim, self.fraction)
         frequencies(dim, self.theta, self.scaling, self.factor, self.original_length, span=1)
 
@@ -191,9 +184,9 @@ class XPos(Position):
     counted from the middle of the span: that changes no score, and halves the exponents.
     """
 
-    theta: float = 10_000.0
-    layout: str = "half"  # which dims are a pair: half (i, i + K/2) or interleaved (2i, 2i + 1)
-    scale_base: int = 512  # the distance over which scores fade by zeta, 0.29 for the fastest pair
+    theta: Theta = 10_000.0
+    layout: Literal[*LAYOUTS] = "half"
+    scale_base: Count = 512  # the distance over which scores fade by zeta, 0.29 for the fastest pair
 
     needs_attention: ClassVar[bool] = True
     causal_only: ClassVar[bool] = True
@@ -202,11 +195,6 @@ class XPos(Position):
         return int(XPOS_REACH * self.scale_base / math.log((1 + XPOS_GAMMA) / XPOS_GAMMA))
 
     def check(self, head_dim: int) -> None:
-        choose("model.xpos.layout", self.layout, LAYOUTS)
-        if self.theta <= 1:
-            raise UserError(f"model.xpos.theta {self.theta} must be above 1; usual: 10000.0")
-        if self.scale_base < 1:
-            raise UserError(f"model.xpos.scale_base {self.scale_base} must be at least 1; usual: 512")
         if head_dim % 2:
             near = max(head_dim - 1, 2)
             raise UserError(f"xpos rotates pairs, so the head dim must be even, not {head_dim}; closest: {near}")

@@ -7,7 +7,7 @@ declares the parameters. A key that the query does not see has a finite value to
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from model.contract import wide
-from model.errors import UserError, choose
+from model.errors import UserError
 from model.ops.scores import Bias
 from model.position import Position
+from model.settings import WIDEST, Count, Dim, Positive, even, within
 
 
 def distances(q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
@@ -113,16 +114,13 @@ class T5(Position):
     Every layer has its own table; T5 shares the first layer's.
     """
 
-    buckets: int = 32  # both ways, half of them are for later keys
-    max_distance: int = 128  # from here on all distances share the last bucket
+    buckets: Annotated[int, within(4, WIDEST), even] = 32  # both ways, half of them are for later keys
+    max_distance: Count = 128  # from here on all distances share the last bucket
 
     needs_attention: ClassVar[bool] = True
     groups: ClassVar[dict[str, str]] = {"table": "no_decay"}
 
     def check(self, head_dim: int) -> None:
-        if self.buckets < 4 or self.buckets % 2:
-            near = max(self.buckets - self.buckets % 2, 4)
-            raise UserError(f"model.t5.buckets {self.buckets} must be even and at least 4; closest: {near}")
         if self.max_distance <= self.buckets // 2:
             raise UserError(
                 f"model.t5.max_distance {self.max_distance} must be above {self.buckets // 2}, half of the buckets; "
@@ -171,17 +169,13 @@ KERPLE_INITS = {
 class Kerple(Position):
     """Learned kernels of the distance, falling with it at each head's own rate (https://arxiv.org/abs/2205.09921)."""
 
-    variant: str = "log"  # log or power
+    variant: Literal[*KERPLES] = "log"
 
     needs_attention: ClassVar[bool] = True
     groups: ClassVar[dict[str, str]] = {"r1": "no_decay", "r2": "no_decay"}
 
-    def check(self, head_dim: int) -> None:
-        choose("model.kerple.variant", self.variant, KERPLES)
-
     @nn.compact
     def bias(self, n_heads: int, causal: bool) -> Bias:
-        self.check(head_dim=0)
         params = {
             name: self.param(name, nn.with_logical_partitioning(init, ("heads",)), (n_heads,), wide(self.dtype))
             for name, init in KERPLE_INITS[self.variant].items()
@@ -215,24 +209,16 @@ class FIRE(Position):
     What it reads lies between 0 and 1 at every length. The output has no bias: softmax does not see a constant.
     """
 
-    width: int = 32  # of the MLP
-    c: float = 0.1  # at the start; the larger, the finer are small distances told apart
-    threshold: float = 512.0  # L at the start: queries before it divide by it, not by their position
+    width: Dim = 32  # of the MLP
+    c: Positive = 0.1  # at the start; the larger, the finer are small distances told apart
+    threshold: Positive = 512.0  # L at the start: queries before it divide by it, not by their position
 
     needs_attention: ClassVar[bool] = True
     relative: ClassVar[bool] = False
     groups: ClassVar[dict[str, str]] = {"log_c": "no_decay", "log_L": "no_decay", "hidden_bias": "no_decay"}
 
-    def check(self, head_dim: int) -> None:
-        if self.width < 1:
-            raise UserError(f"model.fire.width {self.width} must be at least 1; usual: 32")
-        for name, value, usual in (("c", self.c, 0.1), ("threshold", self.threshold, 512.0)):
-            if value <= 0:
-                raise UserError(f"model.fire.{name} {value} must be above 0; usual: {usual}")
-
     @nn.compact
     def bias(self, n_heads: int, causal: bool) -> Bias:
-        self.check(head_dim=0)
 
         def uniform(bound: float):
             return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)

@@ -5,7 +5,7 @@ its pair with twice its real part.
 """
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -14,10 +14,11 @@ import numpy as np
 
 from model.contract import Context, Mixer, State, wide
 from model.documents import reverse
-from model.errors import UserError, choose
+from model.errors import UserError
 from model.layers import dense
 from model.ops.scan import IMPLEMENTATIONS as SCANS
 from model.ops.scan import diagonal_scan
+from model.settings import WIDEST, even, within
 
 Array = jax.Array
 
@@ -92,11 +93,10 @@ class System(NamedTuple):
 class StateSpace(Mixer):
     """A state space and what surrounds it: the way back where it runs both ways, the skip D, GELU, a gated output."""
 
-    state: int = 64  # N, real size; half as many complex modes
-    implementation: str | None = None  # convolution, or one of the scan; None picks
+    state: Annotated[int, within(2, WIDEST), even] = 64  # N, real size; half as many complex modes
+    implementation: Literal["convolution", *SCANS] | None = None  # None picks
 
     convolves: ClassVar[bool] = True  # whether None picks the convolution where nothing is carried or reset
-    forms: ClassVar[set[str]] = {"convolution", *SCANS}
 
     def systems(self) -> list[System]:
         """Declares the parameters; one system forward and, if the model is bidirectional, one backward."""
@@ -152,13 +152,7 @@ class StateSpace(Mixer):
         return paired(self.weight(name, init, shape, (None, None, *axes)), axis=1)
 
     def check(self) -> None:
-        if self.implementation is not None:
-            choose(f"{self.label} implementation", self.implementation, self.forms)
-        if self.state < 2 or self.state % 2:
-            near = max(2, self.state + 1)
-            raise UserError(
-                f"{self.label}'s state {self.state} must be even, at least 2, for modes come in pairs; closest: {near}"
-            )
+        """Refuses settings that do not go together."""
 
     @property
     def label(self) -> str:
@@ -178,8 +172,8 @@ def filled(values: np.ndarray | float) -> nn.initializers.Initializer:
 
 def log_uniform(dt_min: float, dt_max: float) -> nn.initializers.Initializer:
     """The logarithm of step sizes between these two, all scales alike."""
-    if not 0 < dt_min <= dt_max:
-        raise UserError(f"dt_min {dt_min} must be positive and at most dt_max {dt_max}")
+    if dt_min > dt_max:
+        raise UserError(f"dt_min {dt_min} must be at most dt_max {dt_max}; closest: {dt_max}")
     return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, np.log(dt_min), np.log(dt_max))
 
 

@@ -33,6 +33,16 @@ def book(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="module")
+def quickly_compiled():
+    """For modules where nothing runs long enough to be worth optimising."""
+    import jax  # once the environment above is set
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 @pytest.fixture
 def quick_draws(monkeypatch):
     """Models start from parameters drawn by tests.draws, where it does not matter by what."""

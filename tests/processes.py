@@ -1,9 +1,13 @@
 """Commands as a user types them, each a process of its own with its own exit code.
 
 `run` starts an interpreter. `fork` takes a copy of one that has done the imports and nothing else, which spares the two
-seconds that these take: for tests that start many.
+seconds that these take: for tests that start many. `refusals` gives hundreds of wrong command lines to one such copy.
 """
 
+import contextlib
+import importlib
+import io
+import json
 import multiprocessing
 import os
 import runpy
@@ -11,6 +15,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.flags import FAST
@@ -65,3 +72,62 @@ def _become(words: tuple[str, ...], folder: str, environment: dict[str, str]) ->
     os.environ.update(PLAIN | environment)
     sys.argv = list(words)
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
+LIMIT = 20  # seconds that a command line may take to be refused, also on a busy machine
+
+
+def refusals(module: str, lines: Sequence[Sequence[str]], folder: Path) -> list[dict]:
+    """How each of many command lines of `python -m module` ended, one after another in one process in a folder."""
+    (folder / "configs").symlink_to(ROOT / "configs")
+    with tempfile.TemporaryDirectory() as results:
+        answer = Path(results, "answer.json")
+        process = READY.Process(target=_refuse, args=(module, lines, folder, answer), daemon=True)
+        process.start()
+        process.join(LIMIT + len(lines))
+        if process.is_alive():
+            process.kill()
+            raise TimeoutError(f"{len(lines)} lines of {module} are still running")
+        return json.loads(answer.read_text())
+
+
+def _refuse(module: str, lines: Sequence[Sequence[str]], folder: Path, answer: Path) -> None:
+    os.environ.update(PLAIN)
+    os.chdir(folder)
+    sys.path.insert(0, str(ROOT))
+    sys.dont_write_bytecode = True  # else a config file leaves some beside it
+    command = importlib.import_module(module if "." in module else f"{module}.__main__")
+    from absl import flags
+
+    from train import cli
+
+    def told(words: Sequence[str]) -> dict:
+        sys.argv = [module, *words]
+        flags.FLAGS.unparse_flags()
+        for name in flags.FLAGS:
+            flags.FLAGS[name].unparse()
+        out, err, start, before = io.StringIO(), io.StringIO(), time.monotonic(), sorted(folder.rglob("*"))
+        signal.alarm(LIMIT)
+        try:
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                cli.run(command.main)
+        except SystemExit as end:
+            code = end.code
+        except BaseException:
+            code = "traceback"
+            err.write(traceback.format_exc())
+        signal.alarm(0)
+        wrote = [str(path) for path in sorted(folder.rglob("*")) if path not in before]
+        seconds = time.monotonic() - start
+        return dict(code=code, stdout=out.getvalue(), stderr=err.getvalue(), wrote=wrote, seconds=seconds)
+
+    signal.signal(signal.SIGALRM, _too_long)
+    answer.write_text(json.dumps([told(words) for words in lines]))
+
+
+class TooLong(BaseException):
+    pass
+
+
+def _too_long(number, frame) -> None:
+    raise TooLong(f"not refused within {LIMIT} s")

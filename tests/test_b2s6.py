@@ -111,10 +111,10 @@ def test_it_never_holds_all_its_states_nor_all_that_its_tokens_chose():
     ("options", "words"),
     [
         (dict(blocks=3), "b2s6's blocks 3 does not divide its width, 16; closest that does: 2"),
-        (dict(state=5), "b2s6's state 5 must be even, at least 2.*closest: 6"),
-        (dict(A_init="hippo"), "unknown b2s6 A_init 'hippo'"),
-        (dict(dt_min=0.2), "dt_min 0.2 must be positive and at most dt_max 0.1"),
-        (dict(implementation="convolution"), "unknown b2s6 implementation 'convolution'; choose from associative"),
+        (dict(state=5), "B2S6.state is 5; allowed: a whole number from 2 .*even; closest: 6"),
+        (dict(A_init="hippo"), "B2S6.A_init is 'hippo'"),
+        (dict(dt_min=0.2), "dt_min 0.2 must be at most dt_max 0.1"),
+        (dict(implementation="convolution"), "B2S6.implementation is 'convolution'; allowed: sequential, associative"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_in_one_line(options, words):

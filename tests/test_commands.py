@@ -16,14 +16,14 @@ MISTAKES = {
         "unknown config key 'modle.width'.*closest: model.width",
     ),
     "another task's key": (["--config.data.text.path=x"], "unknown config key 'data.text.path'"),
-    "a wrong type": (["--config.steps=many"], "'steps' takes int, not 'many'"),
+    "a wrong type": (["--config.steps=many"], "steps is 'many'; allowed: a whole number from 1 to .*usual: 1000"),
     "an unknown flag": (["--workdri=x"], "unknown flag --workdri; closest: --workdir"),
     "an unknown mixer": (
         ["--config.model.mixers=mambo"],
-        "unknown mixer 'mambo'; choose from .*closest: mamba",
+        r"model.mixers is \('mambo',\); allowed: .*closest: \('mamba',\)",
     ),
-    "an unknown position": (["--config.model.position=ropy"], "unknown position 'ropy'.*closest: rope"),
-    "an unknown task": (["--config.data.task=mqr"], "unknown task 'mqr'.*closest: mqar"),
+    "an unknown position": (["--config.model.position=ropy"], "model.position is 'ropy'; allowed: .*closest: rope"),
+    "an unknown task": (["--config.data.task=mqr"], "data.task is 'mqr'; allowed: .*closest: mqar"),
     "heads": (
         ["--config.model.attention.n_heads=5"],
         "n_heads 5 does not divide model.width 32; closest that does: 4",
@@ -35,9 +35,9 @@ MISTAKES = {
     "the mesh": (["--config.mesh.tensor=3"], "mesh .*tensor=3.* there are 1"),
     "no text": (["--config.data.task=text"], "text"),
     "an absent text": (["--config.data.task=text", "--config.data.text.path=nowhere.txt"], "nowhere.txt"),
-    "a schedule": (["--config.optim.schedule=cosin"], "unknown schedule 'cosin'.*closest: cosine"),
+    "a schedule": (["--config.optim.schedule=cosin"], "optim.schedule is 'cosin'; allowed: .*closest: cosine"),
     "accumulation": (["--config.optim.accumulate=3"], "optim.accumulate 3 does not divide batch_size 16"),
-    "a policy": (["--config.nonfinite=ignore"], "unknown nonfinite policy 'ignore'"),
+    "a policy": (["--config.nonfinite=ignore"], "nonfinite is 'ignore'; allowed: stop, skip, rollback; usual: stop"),
 }
 
 

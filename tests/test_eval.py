@@ -3,12 +3,16 @@
 import functools
 import json
 import math
+import shutil
+import socket
 from pathlib import Path
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from configs import archs, base
@@ -17,8 +21,9 @@ from eval import generate as generation
 from eval.accuracy import measure, slices
 from eval.continuation import continuation, decode, encode
 from eval.generate import check, generate, pad
+from eval.report import finite
 from eval.restore import choose_step, restore
-from eval.sample import Sampling, filter_top_k, filter_top_p, sample
+from eval.sample import Sampling, sample
 from eval.suites import SUITES
 from model import build
 from model.errors import UserError
@@ -34,14 +39,7 @@ ROOT = Path(__file__).parent.parent
 V, P, N, L = 13, 5, 8, 16  # vocabulary, prompt, new tokens, length of the pass from scratch
 GREEDY = Sampling(temperature=0)
 KEY = jax.random.key(7)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quickly_compiled():
-    """Nothing here runs long enough to be worth optimising."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
 
 @functools.cache
@@ -169,84 +167,6 @@ def test_what_cannot_generate_is_refused_before_anything_is_compiled():
         check(model, P, 0)
     with pytest.raises(UserError, match="empty"):
         pad([[1, 2], []])
-
-
-# --- sampling ---
-
-PROBABILITIES = np.array([0.1, 0.4, 0.05, 0.3, 0.15])
-LOGITS = jnp.log(jnp.asarray(PROBABILITIES, jnp.float32)) + 3.0
-
-
-def chances(logits) -> np.ndarray:
-    return np.asarray(jax.nn.softmax(logits))
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("filtered", "want"),
-    [
-        (filter_top_k(LOGITS, 0), PROBABILITIES),
-        (filter_top_k(LOGITS, 5), PROBABILITIES),
-        (filter_top_k(LOGITS, 9), PROBABILITIES),
-        (filter_top_k(LOGITS, 1), [0, 1, 0, 0, 0]),
-        (filter_top_k(LOGITS, 2), [0, 4 / 7, 0, 3 / 7, 0]),
-        (filter_top_p(LOGITS, 1.0), PROBABILITIES),
-        (filter_top_p(LOGITS, 0.01), [0, 1, 0, 0, 0]),
-        (filter_top_p(LOGITS, 0.39), [0, 1, 0, 0, 0]),
-        (filter_top_p(LOGITS, 0.41), [0, 4 / 7, 0, 3 / 7, 0]),
-        (filter_top_p(LOGITS, 0.84), [0, 8 / 17, 0, 6 / 17, 3 / 17]),
-        (filter_top_p(LOGITS, 0.86), [2 / 19, 8 / 19, 0, 6 / 19, 3 / 19]),
-        (filter_top_p(filter_top_k(LOGITS, 2), 0.5), [0, 1, 0, 0, 0]),  # 4/7 alone is enough
-    ],
-)
-def test_filters_keep_what_they_should(filtered, want):
-    np.testing.assert_allclose(chances(filtered), want, atol=1e-6)
-
-
-@pytest.mark.quick
-def test_filters_that_keep_all_change_nothing_and_ties_go_by_id():
-    uneven = jnp.asarray([[40.0, 0.0, -40.0, -80.0]])  # in float32 the first alone already sums to 1
-    np.testing.assert_array_equal(filter_top_p(uneven, 1.0), uneven)
-    np.testing.assert_array_equal(filter_top_k(uneven, 0), uneven)
-    equal = jnp.zeros((2, 4))
-    np.testing.assert_array_equal(np.isfinite(filter_top_k(equal, 3)), [[1, 1, 1, 0]] * 2)
-    np.testing.assert_array_equal(np.isfinite(filter_top_p(equal, 0.5)), [[1, 1, 0, 0]] * 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "want"),
-    [
-        ({}, PROBABILITIES),
-        ({"temperature": 0.5}, PROBABILITIES**2 / np.sum(PROBABILITIES**2)),
-        ({"top_k": 3}, np.array([0, 8, 0, 6, 3]) / 17),
-        ({"top_p": 0.5}, np.array([0, 4, 0, 3, 0]) / 7),
-        # The squares are as 16, 9, 2.25, 1, 0.25 of 28.5: cooled first, two of them reach 0.85.
-        ({"temperature": 0.5, "top_p": 0.85}, np.array([0, 16, 0, 9, 0]) / 25),
-    ],
-)
-def test_frequencies_are_the_probabilities(options, want):
-    n = 20_000
-    drawn = sample(jax.random.key(1), jnp.broadcast_to(LOGITS, (n, 5)), **options)
-    seen = np.bincount(drawn, minlength=5) / n
-    assert np.all(np.abs(seen - want) <= 4 * np.sqrt(want * (1 - want) / n))
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("temperature", [0.0, 1e-300, 1e-30, 1e-4])
-def test_without_heat_sampling_is_greedy(temperature):
-    logits = jax.random.normal(jax.random.key(2), (64, 17)) * 30
-    for options in ({}, {"top_k": 3, "top_p": 0.9}):
-        np.testing.assert_array_equal(sample(KEY, logits, temperature, **options), jnp.argmax(logits, -1))
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "wrong", [{"temperature": -1.0}, {"temperature": math.nan}, {"top_k": -1}, {"top_p": 0.0}, {"top_p": 1.5}]
-)
-def test_impossible_sampling_is_refused(wrong):
-    (key,) = wrong
-    with pytest.raises(UserError, match=f"{key} is .*allowed: .*closest: "):
-        Sampling(**wrong)
 
 
 # --- prompts and text ---
@@ -396,6 +316,46 @@ def test_a_checkpoint_of_another_shape_is_refused_in_one_line(recall_run):
     assert "\n" not in str(refused.value)
 
 
+@one_run
+def test_parameters_are_all_that_is_read(recall_run, recall, tmp_path, monkeypatch):
+    """A checkpoint whose every other file is gone serves; and Orbax is asked for parameters alone."""
+    copy = tmp_path / "run"
+    shutil.copytree(recall_run, copy)
+    for rest in copy.glob("checkpoints/*/rest"):
+        shutil.rmtree(rest)
+    asked = []
+    reading = ocp.PyTreeCheckpointHandler.restore
+
+    def watched(self, *args, **options):
+        arrays = reading(self, *args, **options)
+        asked.extend(arrays)
+        return arrays
+
+    monkeypatch.setattr(ocp.PyTreeCheckpointHandler, "restore", watched)
+    chex.assert_trees_all_equal(restore(str(copy), "latest").params, recall.params)
+    assert len(asked) == len(jax.tree.leaves(recall.params)) and all(path.startswith("params/") for path in asked)
+
+
+@one_run
+def test_two_hosts_measure_what_one_does(recall_run, recall):
+    """Two processes of a device each; the first prints and writes, for both."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    (recall_run / "eval" / "accuracy-test-6.json").unlink(missing_ok=True)
+    words = ("eval", f"--workdir={recall_run}", "--distributed")
+    ranks = [{"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(rank)} for rank in range(2)]
+    pair = [fork(*words, JAX_COORDINATOR_ADDRESS=address, **rank) for rank in ranks]
+    assert [process.wait(200) for process in pair] == [0, 0], [process.stderr for process in pair]
+    alone, together = measure(recall, "test"), read_json(recall_run / "eval" / "accuracy-test-6.json")
+    assert together["devices"] == 2 and together["examples"] == alone["examples"]
+    for metric, value in alone["metrics"].items():
+        assert together["metrics"][metric] == pytest.approx(value, rel=1e-6)
+    assert together["slices"] == finite(alone["slices"])
+    said = [[line for line in rank.stdout.splitlines() if not line.startswith("[Gloo]")] for rank in pair]
+    assert said[0][0].startswith("mqar test split at step 6") and said[1] == []
+
+
 @pytest.mark.quick
 def test_steps_are_chosen_among_those_there_are(tmp_path):
     with pytest.raises(UserError, match="no checkpoint"):
@@ -428,6 +388,7 @@ def test_mistakes_end_in_one_line_and_exit_code_2(recall_run):
         (run, "--split=tests"): "closest: test",
         (run, "--step=5"): "closest: 6",
         (run, "--tokens=5"): "suite accuracy does not take --tokens; allowed: --split",
+        (run, "--suite=generate", "--distributed"): "does not take --distributed; allowed with it: accuracy",
     }
     for args, words in cases.items():
         command = fork("eval", *args)

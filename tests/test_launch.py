@@ -135,15 +135,6 @@ def test_a_signal_lets_every_run_save_and_none_start(tmp_path):
 
 
 @pytest.mark.quick
-def test_cores_are_shared_out():
-    cores = list(range(8))
-    shares = [launch.share(cores, slot, 3) for slot in range(3)]
-    assert sorted(core for share in shares for core in share) == cores
-    assert min(map(len, shares)) >= 2
-    assert launch.share(cores, 11, 12) == cores
-
-
-@pytest.mark.quick
 def test_progress_counts(tmp_path, capsys):
     events = [Event("skip", "a"), Event("start", "b"), Event("start", "c"), Event("tick"), Event("wait", "d")]
     events += [Event("wait", "d"), Event("done", "b"), Event("fail", "c", "it broke"), Event("done", "d")]

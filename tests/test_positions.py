@@ -109,27 +109,37 @@ MISTAKES = [
     (Rope(), 3, "head dim must be even, not 3; closest: 2"),
     (Rope(fraction=0.5), 6, "fraction 0.5 of head dim 6 must be even, not 3; closest: 2, fraction=0.333"),
     (Rope(fraction=0.1), 8, "fraction 0.1 of head dim 8 must be even, not 0; closest: 2, fraction=0.25"),
-    (Rope(fraction=0.0), 8, "model.rope.fraction 0.0 must be above 0 and at most 1"),
-    (Rope(fraction=1.5), 8, "model.rope.fraction 1.5 must be above 0 and at most 1"),
-    (Rope(layout="halves"), 8, "unknown model.rope.layout 'halves'; choose from half, interleaved; closest: half"),
-    (Rope(scaling="yarm"), 8, "unknown model.rope.scaling 'yarm'; choose from dynamic_ntk, .*; closest: yarn"),
-    (Rope(scaling="linear", factor=0.5), 8, "model.rope.factor 0.5 must be at least 1"),
     (Rope(factor=2.0), 8, "model.rope.factor 2.0 is read by no scaling; set it to 1.0, or the scaling to dynamic_ntk"),
     (Rope(scaling="ntk", factor=2.0), 2, "'ntk' needs at least 4 rotated dims, not 2; closest: linear"),
-    (Rope(scaling="yarn", original_length=0), 8, "model.rope.original_length 0 must be at least 1"),
-    (Rope(theta=1.0), 8, "model.rope.theta 1.0 must be above 1"),
     (XPos(), 5, "xpos rotates pairs, so the head dim must be even, not 5; closest: 4"),
-    (XPos(layout="interleave"), 8, "unknown model.xpos.layout.*closest: interleaved"),
-    (XPos(scale_base=0), 8, "model.xpos.scale_base 0 must be at least 1"),
-    (XPos(theta=0.0), 8, "model.xpos.theta 0.0 must be above 1"),
-    (T5(buckets=7), 8, "model.t5.buckets 7 must be even and at least 4; closest: 6"),
-    (T5(buckets=2), 8, "model.t5.buckets 2 must be even and at least 4; closest: 4"),
     (T5(max_distance=16), 8, "model.t5.max_distance 16 must be above 16, half of the buckets; closest: 17"),
-    (Kerple(variant="pow"), 8, "unknown model.kerple.variant 'pow'; choose from log, power; closest: power"),
-    (FIRE(c=0.0), 8, "model.fire.c 0.0 must be above 0"),
-    (FIRE(threshold=-1.0), 8, "model.fire.threshold -1.0 must be above 0"),
-    (FIRE(width=0), 8, "model.fire.width 0 must be at least 1"),
 ]
+IMPOSSIBLE = [
+    (Rope, dict(fraction=0.0), "Rope.fraction is 0.0; allowed: a number above 0 and of at most 1; usual: 1.0"),
+    (Rope, dict(fraction=1.5), "Rope.fraction is 1.5; allowed: .*; closest: 1.0"),
+    (Rope, dict(layout="halves"), "Rope.layout is 'halves'; allowed: half, interleaved; closest: half"),
+    (Rope, dict(scaling="yarm"), "Rope.scaling is 'yarm'; allowed: none, .*; closest: yarn"),
+    (Rope, dict(scaling="linear", factor=0.5), "Rope.factor is 0.5; allowed: a number of at least 1; closest: 1.0"),
+    (Rope, dict(scaling="yarn", original_length=0), "Rope.original_length is 0; allowed: .* from 1 to .*; closest: 1"),
+    (Rope, dict(theta=1.0), "Rope.theta is 1.0; allowed: a number above 1; usual: 10000.0"),
+    (XPos, dict(layout="interleave"), "XPos.layout is 'interleave'.*closest: interleaved"),
+    (XPos, dict(scale_base=0), "XPos.scale_base is 0; allowed: .* from 1 to .*; closest: 1"),
+    (XPos, dict(theta=0.0), "XPos.theta is 0.0; allowed: a number above 1"),
+    (T5, dict(buckets=7), "T5.buckets is 7; allowed: a whole number from 4 to .*even; closest: 8"),
+    (T5, dict(buckets=2), "T5.buckets is 2; .*even; closest: 4"),
+    (Kerple, dict(variant="pow"), "Kerple.variant is 'pow'; allowed: log, power; closest: power"),
+    (FIRE, dict(c=0.0), "FIRE.c is 0.0; allowed: a number above 0; usual: 0.1"),
+    (FIRE, dict(threshold=-1.0), "FIRE.threshold is -1.0; allowed: a number above 0; usual: 512.0"),
+    (FIRE, dict(width=0), "FIRE.width is 0; allowed: .* from 1 to .*; closest: 1"),
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("position", "settings", "words"), IMPOSSIBLE)
+def test_a_setting_that_no_position_can_have_is_refused_when_it_is_made(position, settings, words):
+    with pytest.raises(UserError, match=words) as raised:
+        position(**settings)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.quick
@@ -148,4 +158,4 @@ def test_what_is_allowed_passes():
     for position in [*ROPES, XPos(), *BIASES, *(cls() for cls in POSITIONS.values())]:
         position.check(16)
     Rope(fraction=0.58).check(100)  # 58 dims, though the product is 57.99.. in floats
-    assert {"half", "interleaved"} == LAYOUTS
+    assert LAYOUTS == ("half", "interleaved")

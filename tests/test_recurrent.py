@@ -136,7 +136,7 @@ def test_first_values(name):
 
 
 def test_mistakes_are_told_by_name():
-    with pytest.raises(UserError, match=r"model\.lstm.hidden -1 must be at least 1, or 0"):
+    with pytest.raises(UserError, match=r"LSTM.hidden is -1; allowed: 0, or a whole number from 1 .*closest: 0"):
         zoo.params(LSTM(width=zoo.WIDTH, hidden=-1))
     mixer = GRU(width=zoo.WIDTH, causal=False)
     with pytest.raises(UserError, match="a bidirectional model cannot carry a state"):

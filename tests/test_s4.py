@@ -308,19 +308,25 @@ def test_lru_starts_on_its_ring_with_a_state_of_the_size_of_its_input():
 @pytest.mark.parametrize(
     "name,options,words",
     [
-        *[(n, dict(state=7), f"{n}'s state 7 must be even.*closest: 8") for n in ("s4", "s4d", "dss", "s5", "lru")],
-        *[(n, dict(state=0), f"{n}'s state 0 must be even.*closest: 2") for n in ("s4", "s5")],
+        *[(n, dict(state=7), "state is 7; allowed: .*even; closest: 8") for n in ("s4", "s4d", "dss", "s5", "lru")],
+        *[(n, dict(state=0), "state is 0; allowed: .*even; closest: 2") for n in ("s4", "s5")],
+        ("lru", dict(r_max=1.5), "LRU.r_max is 1.5; allowed: a number from 0 to 1; closest: 1"),
+        ("s4", dict(dt_min=0.0), "S4.dt_min is 0.0; allowed: a number above 0; usual: 0.001"),
         *[
-            (n, dict(dt_min=0.2), "dt_min 0.2 must be positive and at most dt_max 0.1")
+            (n, dict(dt_min=0.2), "dt_min 0.2 must be at most dt_max 0.1; closest: 0.1")
             for n in ("s4", "s4d", "dss", "s5")
         ],
-        ("s4d", dict(A_init="leg"), "unknown s4d A_init 'leg'; choose from inv, legs, lin, real; closest: legs"),
-        ("s5", dict(discretisation="zo"), "unknown discretisation 'zo'; choose from bilinear, zoh; closest: zoh"),
+        ("s4d", dict(A_init="leg"), "S4D.A_init is 'leg'; allowed: .*; closest: legs"),
+        ("s5", dict(discretisation="zo"), "S5.discretisation is 'zo'; allowed: zoh, bilinear; closest: zoh"),
         ("s5", dict(blocks=3), "s5's blocks 3 does not divide .* 32; closest that does: 2"),
-        ("s4", dict(implementation="associative"), "unknown s4 implementation.*choose from chunked, convolution, seq"),
-        ("dss", dict(implementation="convolutin"), "unknown dss implementation.*closest: convolution"),
-        ("lru", dict(r_min=0.99, r_max=0.9), "r_min 0.99 to r_max 0.9 must lie between 0 and 1"),
-        ("lru", dict(max_phase=7.0), "max_phase 7.0 must be above 0"),
+        (
+            "s4",
+            dict(implementation="associative"),
+            "S4.implementation .* allowed: convolution, sequential, chunked, or None",
+        ),
+        ("dss", dict(implementation="convolutin"), "DSS.implementation is .*closest: convolution"),
+        ("lru", dict(r_min=0.99, r_max=0.9), "r_min 0.99 to r_max 0.9 is empty"),
+        ("lru", dict(max_phase=7.0), "LRU.max_phase is 7.0; allowed: a number above 0 and of at most 6.28"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_in_one_line(name, options, words):

@@ -318,7 +318,7 @@ def test_refusals(book):
         ("configs/listops.py:arch=seq2seq", {}, "asks for one of 10 classes; .* closest: arch=gru"),
         (COPYING, {"model.mixers": "gru"}, r"takes no mixers .* \('gru',\) and 'none'; closest: arch=seq2seq"),
         (COPYING, {"model.position": "rope"}, r"given \(\) and 'rope'; closest: arch=seq2seq"),
-        (COPYING, {"model.kind": "seqseq"}, "unknown model kind .seqseq.; .* closest: seq2seq"),
+        (COPYING, {"model.kind": "seqseq"}, "model.kind is 'seqseq'; allowed: .* closest: seq2seq"),
         (COPYING, {"model.kind": "stack"}, "model.mixers is empty"),
         (COPYING, {"model.width": "1"}, "model.width 1 must be at least 2"),
     ):

@@ -130,12 +130,12 @@ def test_cross_attention_needs_a_memory():
 
 
 BAD = {
-    "a window of 0": (dict(window=0), "window 0 must be at least 1"),
+    "a window of 0": (dict(window=0), "window is 0; allowed: a whole number from 1 .*, or None; closest: 1"),
     "more key-value heads than heads": (dict(n_kv_heads=8), "n_kv_heads 8 is more than n_heads 4; closest: 4"),
     "key-value heads that do not divide": (dict(n_kv_heads=3), "n_kv_heads 3 does not divide"),
     "an unknown score": (dict(score="additve"), "closest: additive"),
     "sinks without a window": (dict(sink_tokens=4), "needs a window"),
-    "a negative soft cap": (dict(soft_cap=-1.0), "soft_cap -1.0 must not be negative"),
+    "a negative soft cap": (dict(soft_cap=-1.0), "soft_cap is -1.0; allowed: a number of at least 0; closest: 0"),
     "a rotation and additive scores": (dict(score="additive"), "position 'rope' turns"),
 }
 

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from absl import flags
 
 from model.errors import UserError
+from model.settings import Name
 from train import cli, config, hosts
 from train.loop import train
 
-CONFIG = flags.DEFINE_string("config", None, "A config file, FILE.py[:key=value,...] or a run's config.json.")
-WORKDIR = flags.DEFINE_string("workdir", None, "The run's folder; a run found there is resumed.")
+CONFIG = cli.flag("config", Name, None, "A config file, FILE.py[:key=value,...] or a run's config.json.")
+WORKDIR = cli.flag("workdir", Name, None, "The run's folder; a run found there is resumed.")
 DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Join the other hosts of a pod or cluster job.")
 
 

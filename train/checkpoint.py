@@ -1,14 +1,17 @@
 """Checkpoints of the whole run state: written in the background, proven good before they are read.
 
-Orbax stores the arrays; around it stands what it leaves out. A step's folder is committed by `manifest.json`,
-written last: the SHA-256 of every other file, the shape of every leaf, the score. A folder without one is an
-unfinished save; a folder that does not match its own is damaged.
+Each host writes its own shards into a folder that is not yet named as a step, hashes them and signs for them; once all
+have signed, the first commits the step (see `train.manifest`) and gives the folder its name. A kill before the last
+signature loses the step; a kill after it does not, for the next start commits it.
 
-`steps`, `best_step` and `load` only read, so they may look into a run that is still going. `Checkpoints`
-writes, and needs the folder to itself (see `train.workdir.open_workdir`).
+Nothing is deleted but the run's own old steps and saves that were never finished. What is damaged, or lies where a
+step should and is none, is put aside under another name and reported.
+
+`steps`, `best_step`, `load` and `load_params` only read, so they may look into a run that is still going.
+`Checkpoints` writes, and needs the folder to itself (see `train.workdir.open_workdir`).
 """
 
-import hashlib
+import itertools
 import json
 import math
 import os
@@ -16,36 +19,37 @@ import re
 import shutil
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from absl import logging
 from jax.experimental import multihost_utils
 
 from model.errors import UserError
-from train.workdir import sync_folder, write_text
+from train import arrays, manifest
+from train.arrays import State
+from train.manifest import MANIFEST, DamagedManifest, read_manifest, step_folder, step_of
+from train.workdir import sync_folder
 
-State = Any  # a pytree of jax.Array
-MANIFEST = "manifest.json"
-
-
-def step_folder(directory: str | Path, step: int) -> Path:
-    return Path(directory).absolute() / f"{step:08d}"
+UNFINISHED = ".orbax-checkpoint-tmp"  # ends the name of a step on its way in; Orbax's own tools know it too
+PRUNED = ".pruned"  # of one on its way out
 
 
 def steps(directory: str | Path) -> list[int]:
     """The committed steps, oldest first."""
-    found = [path.parent.name for path in Path(directory).glob(f"*/{MANIFEST}")]
-    return sorted(int(name) for name in found if name.isdigit())
+    found = [step_of(path.parent) for path in Path(directory).glob(f"*/{MANIFEST}")]
+    return sorted(step for step in found if step is not None)
 
 
 def best_step(directory: str | Path) -> int | None:
     """The committed step with the highest score, the newest of equals; None where no step has one."""
+    return _best(directory)[1]
+
+
+def _best(directory: str | Path) -> tuple[float | None, int | None]:
     scores = []
     for step in steps(directory):
         try:
@@ -54,156 +58,57 @@ def best_step(directory: str | Path) -> int | None:
             continue
         if score is not None and not math.isnan(score):
             scores.append((score, step))
-    return max(scores)[1] if scores else None
+    return max(scores, default=(None, None))
 
 
 def load(directory: str | Path, like: State, step: int) -> State:
     """The state of one committed step, on the shardings of `like`, a pytree of jax.ShapeDtypeStruct."""
+    return _load(directory, like, step)
+
+
+def load_params(directory: str | Path, like: State, step: int) -> State:
+    """The parameters of one committed step: what `load` gives under `params`, of which `like` is the abstract tree.
+
+    Only their files are read and hashed, a third of the bytes where an optimizer keeps two moments.
+    """
+    return _load(directory, like, step, f"{arrays.PARAMS}/")
+
+
+def _load(directory: str | Path, like: State, step: int, prefix: str = "") -> State:
     folder = step_folder(directory, step)
 
-    def check() -> None:
-        committed = steps(directory)
-        if step not in committed:
+    def find() -> None:
+        if step not in (committed := steps(directory)):
             raise UserError(f"no checkpoint of step {step} in {directory}; there: {committed or 'none'}")
-        if found := damage(folder):
-            raise UserError(f"checkpoint {folder} is damaged: {found}")
-        _check_fit(folder, like)
 
-    _on_first_process(check)
-    return _read(folder, like)
-
-
-# The manifest
+    _on_first_process(find)
+    if found := _damage(folder, prefix):
+        raise UserError(f"checkpoint {folder} is damaged: {found}")
+    _on_first_process(lambda: _check_fit(folder, like, prefix))
+    return arrays.read(folder, like, prefix)
 
 
-class DamagedManifest(Exception):
-    """The manifest itself cannot be believed."""
+def _damage(folder: Path, below: str = "") -> str | None:
+    """What is wrong with a step, every host having read its share of the files."""
+    host, hosts = jax.process_index(), jax.process_count()
+    if blind := _any_process(None if folder.is_dir() else f"process {host} of {hosts} does not see {folder}"):
+        raise UserError(blind)
+    return _any_process(manifest.damage(folder, below, (host, hosts)))
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """What was recorded with a step: `step`, `score`, `extra`, `leaves` and `files`."""
-    try:
-        text = (folder / MANIFEST).read_text(encoding="utf-8")
-        content = json.loads(text)["content"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedManifest(f"{MANIFEST} is unreadable") from error
-    if text != _manifest_text(content):
-        raise DamagedManifest(f"{MANIFEST} does not match its own SHA-256")
-    return content
-
-
-def _write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Commits a step. Every file is on the disk before the manifest vouches for it."""
-    content = content | {"files": _hash_files(folder, flush=True)}
-    write_text(folder / MANIFEST, _manifest_text(content))
-    sync_folder(folder.parent)
-
-
-def _manifest_text(content: dict[str, Any]) -> str:
-    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    return json.dumps({"content": content, "sha256": digest}, indent=1) + "\n"
-
-
-def _hash_files(folder: Path, flush: bool = False) -> dict[str, list[Any]]:
-    """Size and SHA-256 of every file below the folder but the manifest."""
-
-    def one(path: Path) -> list[Any]:
-        with open(path, "rb") as file:
-            if flush:
-                os.fsync(file.fileno())
-            return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
-
-    paths = sorted(path for path in folder.rglob("*") if not path.is_dir() and path != folder / MANIFEST)
-    with ThreadPoolExecutor(4) as pool:
-        return {path.relative_to(folder).as_posix(): h for path, h in zip(paths, pool.map(one, paths), strict=True)}
-
-
-def damage(folder: Path) -> str | None:
-    """The first file that is not as it was saved, and how; None for a good checkpoint."""
-    try:
-        saved, now = read_manifest(folder)["files"], _hash_files(folder)
-    except DamagedManifest as error:
-        return str(error)
-    except OSError as error:
-        return f"{error.filename} is unreadable: {error.strerror}"
-    for name in sorted(saved.keys() | now.keys()):
-        if name not in now:
-            return f"{name} is missing"
-        if name not in saved:
-            return f"{name} does not belong there"
-        if now[name][0] != saved[name][0]:
-            return f"{name} has {now[name][0]} bytes, saved were {saved[name][0]}"
-        if now[name] != saved[name]:
-            return f"{name} does not match its SHA-256"
-    return None
-
-
-# The arrays
-
-
-def _flat(tree: State) -> dict[str, Any]:
-    """Leaves by path. What has none (None, optax's EmptyState) comes back from `like` and is not stored."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    flat = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-    if len(flat) != len(leaves):
-        raise ValueError("two leaves of the state have the same path")
-    return flat
-
-
-def _signature(flat: dict[str, Any]) -> dict[str, str]:
-    return {path: f"{x.dtype}[{','.join(map(str, x.shape))}]" for path, x in flat.items()}
-
-
-def _stored(flat: dict[str, Any]) -> dict[str, Any]:
-    """All but empty arrays, which Orbax refuses."""
-    return {path: x for path, x in flat.items() if math.prod(x.shape)}
-
-
-def _check_fit(folder: Path, like: State) -> None:
-    saved, asked = read_manifest(folder)["leaves"], _signature(_flat(like))
-    for path in [*asked, *saved]:
+def _check_fit(folder: Path, like: State, prefix: str = "") -> None:
+    saved, asked = read_manifest(folder)["leaves"], arrays.describe(arrays.flatten(like, prefix))
+    for path in [*asked, *(path for path in saved if path.startswith(prefix))]:
         there, here = saved.get(path, "absent"), asked.get(path, "absent")
         if there != here:
             raise UserError(f"checkpoint {folder} does not fit: {path} is {there} there, {here} in this run")
 
 
-def _read(folder: Path, like: State) -> State:
-    one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    flat = {
-        path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or one_device)
-        for path, x in _flat(like).items()
-    }
-    stored = _stored(flat)
-    args = ocp.args.PyTreeRestore(stored, restore_args=ocp.checkpoint_utils.construct_restore_args(stored))
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        arrays = checkpointer.restore(folder, args=args)
-    empty = {path: jnp.zeros(x.shape, x.dtype, device=x.sharding) for path, x in flat.items() if path not in stored}
-    return jax.tree.unflatten(jax.tree.structure(like), [(arrays | empty)[path] for path in flat])
-
-
-def _on_first_process(compute: Callable[[], Any]) -> Any:
-    """Computes on the first process, which reads the files for all; each gets the value or the error."""
-    if jax.process_count() == 1:
-        return compute()
-    text = np.zeros(4096, np.uint8)
-    if jax.process_index() == 0:
-        try:
-            answer = {"value": compute()}
-        except UserError as error:
-            answer = {"error": str(error)[:600]}
-        encoded = json.dumps(answer).encode()
-        text[: len(encoded)] = list(encoded)
-    answer = json.loads(bytes(multihost_utils.broadcast_one_to_all(text)).rstrip(b"\0"))
-    if "error" in answer:
-        raise UserError(answer["error"])
-    return answer["value"]
-
-
 class Checkpoints:
     """Saves a run's steps in the background; keeps the newest `keep` and the best.
 
-    What goes wrong in the background is raised by the next `save`, `wait`, `restore` or `close`. `reports`
-    lists, a line each, what was found unfinished or damaged.
+    What goes wrong in the background is raised by the next `check`, `save`, `wait`, `restore` or `close`. `reports`
+    lists, a line each, what was found unfinished or damaged. Every process of a run calls every method.
     """
 
     def __init__(self, directory: str | Path, keep: int):
@@ -212,11 +117,9 @@ class Checkpoints:
         self.directory = Path(directory).absolute()
         self.reports: list[str] = []
         self._keep = keep
-        self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
         self._thread: threading.Thread | None = None
         self._error: UserError | None = None
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self._remove_unfinished()
+        _on_first_process(self._tidy)
 
     def steps(self) -> list[int]:
         return steps(self.directory)
@@ -224,35 +127,81 @@ class Checkpoints:
     def best_step(self) -> int | None:
         return best_step(self.directory)
 
+    def best_score(self) -> float | None:
+        """The score of the best step, None where no step has one."""
+        return _on_first_process(lambda: _best(self.directory)[0])
+
     def save(self, step: int, state: State, score: float | None = None, extra: dict | None = None) -> None:
         """Begins a save; returns once the state is copied, so that the caller may donate it.
 
         Higher scores are better. A step that is already committed is left as it is.
         """
         self.wait()
-        if _on_first_process(lambda: step in self.steps()):
+        flat, folder = arrays.flatten(state), step_folder(self.directory, step)
+        if not _on_first_process(lambda: self._open(folder, flat)):
             return
-        flat = _flat(state)
-        score = None if score is None else float(score)
-        content = {"step": int(step), "score": score, "extra": extra or {}, "leaves": _signature(flat)}
-        content = json.loads(json.dumps(content))  # ours, should the caller go on filling `extra`
-        folder = step_folder(self.directory, step)
+        record = {
+            "step": int(step),
+            "score": None if score is None else float(score),
+            "extra": extra or {},
+            "leaves": arrays.describe(flat),
+            "hosts": jax.process_count(),
+        }
+        record = json.loads(json.dumps(record))  # ours, should the caller go on filling `extra`
         try:
-            self._orbax.save(folder, args=ocp.args.PyTreeSave(_stored(flat)))
+            writing = arrays.write(_unfinished(folder), flat)
         except (OSError, ValueError) as error:
-            raise _failure(folder, error) from error
-        self._thread = threading.Thread(target=self._commit, args=(folder, content), name="checkpoint")
+            writing = [_Failed(error)]  # raised by `_commit`, so that all hosts still meet there
+        self._thread = threading.Thread(
+            target=self._commit,
+            args=(folder, record, writing, _barrier()),
+            name="checkpoint",
+            daemon=jax.process_count() > 1,  # waiting for a lost host must not keep this one
+        )
         self._thread.start()
 
-    def _commit(self, folder: Path, content: dict[str, Any]) -> None:
+    def _open(self, folder: Path, flat: dict[str, Any]) -> bool:
+        """Makes room for a save; whether one is needed."""
+        if (folder / MANIFEST).exists():
+            return False
         try:
-            self._orbax.wait_until_finished()
-            if jax.process_index() == 0:
-                _write_manifest(folder, content)
+            if folder.exists():
+                self._put_aside(folder, "unsigned", f"has no {MANIFEST}")
+            if _unfinished(folder).exists():
+                shutil.rmtree(_unfinished(folder))
+            arrays.open_folder(_unfinished(folder), flat)
+        except OSError as error:
+            raise _failure(folder, error) from error
+        return True
+
+    def _commit(self, folder: Path, record: dict[str, Any], writing: list[Any], meet: Callable[[], None]) -> None:
+        first, unfinished = jax.process_index() == 0, _unfinished(folder)
+        try:
+            try:
+                for file in writing:
+                    file.result()
+                manifest.sign(unfinished, jax.process_index(), record if first else None)
+            finally:
+                meet()  # a host that could not sign comes too, so that none waits for it
+            if first:
+                if missing := manifest.unsigned(unfinished, record):
+                    raise OSError(f"process {missing[0]} of {record['hosts']} has not signed")
+                _complete(folder, record)
                 self._prune()
         except Exception as error:
             self._error = _failure(folder, error)
-            self._remove_unfinished()  # a full disk needs the room
+            if jax.process_count() > 1:
+                logging.error("%s", self._error)
+            if first and manifest.record_of(unfinished) is None:
+                shutil.rmtree(unfinished, ignore_errors=True)  # a full disk needs the room
+
+    def check(self) -> None:
+        """Raises why the save in the background has failed, as soon as it has.
+
+        With several processes that is logged at once, and raised where they next wait for each other.
+        """
+        if jax.process_count() == 1 and self._error is not None:
+            self.wait()
 
     def wait(self) -> None:
         """Returns once the last save is committed, or raises why it could not be."""
@@ -260,12 +209,10 @@ class Checkpoints:
             self._thread.join()
             self._thread = None
         error, self._error = self._error, None
-        if jax.process_count() > 1:  # one process may have failed alone; none may go on without it
-            failed = multihost_utils.process_allgather(np.int32(error is not None))
-            if error is None and failed.any():
-                error = UserError(f"process {failed.argmax()} could not write to {self.directory}")
-        if error is not None:
-            raise error
+        # One process may have failed alone; none may go on without it.
+        said = _any_process(None if error is None else str(error))
+        if said is not None:
+            raise error or UserError(said)
 
     def restore(self, like: State, step: int | None = None) -> tuple[int, State] | None:
         """The newest good step, or exactly the one asked for, and its state on the shardings of `like`.
@@ -275,57 +222,81 @@ class Checkpoints:
         self.wait()
         if step is not None:
             return step, load(self.directory, like, step)
-        newest = _on_first_process(lambda: self._newest_good(like))
-        return None if newest is None else (newest, _read(step_folder(self.directory, newest), like))
-
-    def _newest_good(self, like: State) -> int | None:
         damaged: dict[Path, str] = {}
-        for step in reversed(self.steps()):
+        for step in reversed(_on_first_process(self.steps)):
             folder = step_folder(self.directory, step)
-            if found := damage(folder):
+            if found := _damage(folder):
                 damaged[folder] = found
                 continue
-            _check_fit(folder, like)
-            for bad, what in damaged.items():
-                self._put_aside(bad, what)
-            return step
+            _on_first_process(lambda folder=folder: _check_fit(folder, like))
+            _on_first_process(
+                lambda: [self._put_aside(bad, "damaged", f"is damaged: {what}") for bad, what in damaged.items()]
+            )
+            return step, arrays.read(folder, like)
         if damaged:  # left in place, so that the next start says so too instead of beginning anew
             found = "; ".join(f"{folder.name}: {what}" for folder, what in damaged.items())
             raise UserError(f"every checkpoint in {self.directory} is damaged ({found}); remove them to start anew")
         return None
 
-    def _put_aside(self, folder: Path, what: str) -> None:
-        """Out of the way of retention and of the next save of this step, but kept for a look."""
-        taken = len(list(self.directory.glob(f"{folder.name}.damaged*")))
-        aside = folder.with_name(f"{folder.name}.damaged{taken or ''}")
+    def _put_aside(self, folder: Path, label: str, why: str) -> None:
+        """Out of the way of retention, of readers and of the next save of this step, but kept for a look."""
+        names = (f"{folder.name}.{label}{number or ''}" for number in itertools.count())
+        aside = next(path for path in map(folder.with_name, names) if not path.exists())
         folder.rename(aside)
-        self._report(f"checkpoint {folder.name} is damaged: {what}; put aside as {aside.name}")
+        self._report(f"checkpoint {folder.name} {why}; put aside as {aside.name}")
 
-    def _remove_unfinished(self) -> None:
-        if jax.process_index() != 0:
+    def _tidy(self) -> None:
+        """Ends what an earlier process began: commits what all its hosts have signed, removes what they have not."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        for path in sorted(path for path in self.directory.iterdir() if path.is_dir()):
+            if re.fullmatch(f"[0-9]+{re.escape(UNFINISHED)}.*", path.name):
+                self._finish(path)
+            elif step_of(path) is not None and not (path / MANIFEST).exists():
+                self._put_aside(path, "unsigned", f"has no {MANIFEST}")
+            elif step_of(path) is None and path.name.isdigit():
+                self._report(f"{path} is ignored: no step is named like this")
+        self._remove_pruned()
+
+    def _finish(self, unfinished: Path) -> None:
+        record, folder = manifest.record_of(unfinished), unfinished.with_name(unfinished.name.removesuffix(UNFINISHED))
+        if record is None or record["step"] != step_of(folder) or folder.exists():
+            shutil.rmtree(unfinished, ignore_errors=True)
+            self._report(f"checkpoint {unfinished.name} is an unfinished save: removed")
             return
-        for path in sorted(self.directory.iterdir()):
-            ours = re.fullmatch(r"\d+(\.orbax-checkpoint-tmp.*)?", path.name)
-            if ours and not (path / MANIFEST).exists():
-                shutil.rmtree(path, ignore_errors=True)
-                self._report(f"checkpoint {path.name} has no {MANIFEST}: an unfinished save, removed")
+        try:
+            _complete(folder, record)
+            self._report(f"checkpoint {folder.name} was signed by every host but not yet committed: now it is")
+        except Exception as error:
+            self._report(str(_failure(folder, error)))
 
     def _prune(self) -> None:
-        """Runs after a commit, so the newest step it sees is whole."""
-        for step in set(self.steps()[: -self._keep]) - {self.best_step()}:
-            folder = step_folder(self.directory, step)
-            (folder / MANIFEST).unlink()  # first, so that a half removed step is no longer a committed one
-            shutil.rmtree(folder)
+        """Takes old steps out. Runs after a commit, so the newest step it sees is whole."""
+        try:
+            for step in set(self.steps()[: -self._keep]) - {self.best_step()}:
+                folder = step_folder(self.directory, step)
+                try:
+                    read_manifest(folder)
+                except DamagedManifest as error:
+                    self._put_aside(folder, "damaged", f"is damaged: {error}")
+                else:
+                    folder.rename(folder.with_name(folder.name + PRUNED))  # whole or gone, for whoever reads
+            self._remove_pruned()
+        except OSError as error:
+            logging.warning("old checkpoints in %s could not be removed: %s", self.directory, error)
+
+    def _remove_pruned(self) -> None:
+        for folder in self.directory.glob(f"*{PRUNED}"):
+            try:
+                shutil.rmtree(folder)
+            except OSError as error:  # as over NFS, while someone reads there
+                logging.warning("%s could not be removed: %s; the next save tries again", folder, error.strerror)
 
     def _report(self, line: str) -> None:
         logging.warning("%s", line)
         self.reports.append(line)
 
     def close(self) -> None:
-        try:
-            self.wait()
-        finally:
-            self._orbax.close()
+        self.wait()
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -333,11 +304,35 @@ class Checkpoints:
     def __exit__(self, exc_type: type[BaseException] | None, *exc: Any) -> None:
         if exc_type is None:
             return self.close()
-        # An error is on its way: finish the save, but neither hide that error nor wait for other processes.
+        # An error is on its way: finish the save, but neither hide that error nor wait long for other processes.
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(None if jax.process_count() == 1 else 10)
         if self._error is not None:
             logging.error("%s", self._error)
+
+
+class _Failed:
+    """In the place of a file being written: what prevented it."""
+
+    def __init__(self, error: Exception):
+        self._error = error
+
+    def result(self) -> None:
+        raise self._error
+
+
+def _unfinished(folder: Path) -> Path:
+    return folder.with_name(folder.name + UNFINISHED)
+
+
+def _complete(folder: Path, record: dict[str, Any]) -> None:
+    """Commits a step that every host has signed: index, manifest, name, in this order."""
+    unfinished = _unfinished(folder)
+    if not (unfinished / MANIFEST).exists():
+        arrays.merge(unfinished)
+        manifest.seal(unfinished, record)
+    os.rename(unfinished, folder)
+    sync_folder(folder.parent)
 
 
 def _failure(folder: Path, error: Exception) -> UserError:
@@ -347,3 +342,53 @@ def _failure(folder: Path, error: Exception) -> UserError:
     failure = UserError(f"checkpoint {folder} could not be written: {reason}")
     failure.__cause__ = error
     return failure
+
+
+# What processes tell each other
+
+_saves = itertools.count()
+
+
+def _barrier() -> Callable[[], None]:
+    """Returns once every process has called it. Works in the background too, where collectives do not."""
+    key, day = f"checkpoint {next(_saves)}", 24 * 60 * 60
+    wait = ocp.multihost.get_barrier_sync_fn()
+    return lambda: wait(key=key, timeout_ms=1000 * day)
+
+
+def _on_first_process(compute: Callable[[], Any]) -> Any:
+    """Computes on the first process, which sees to the files for all; each gets the value or the error."""
+
+    def guarded() -> Any:
+        try:
+            return compute()
+        except OSError as error:
+            raise UserError(f"cannot use {error.filename or 'a file'}: {error.strerror or error}") from error
+
+    if jax.process_count() == 1:
+        return guarded()
+    answer = {}
+    if jax.process_index() == 0:
+        try:
+            answer = {"value": guarded()}
+        except UserError as error:
+            answer = {"error": str(error)}
+    encoded = np.frombuffer(json.dumps(answer).encode(), np.uint8)
+    text = np.zeros(int(multihost_utils.broadcast_one_to_all(np.int32(encoded.size))), np.uint8)
+    if jax.process_index() == 0:
+        text[:] = encoded
+    answer = json.loads(bytes(multihost_utils.broadcast_one_to_all(text)))
+    if "error" in answer:
+        raise UserError(answer["error"])
+    return answer["value"]
+
+
+def _any_process(text: str | None) -> str | None:
+    """The text of the lowest process that has one, for all of them; None where none has."""
+    if jax.process_count() == 1:
+        return text
+    line = np.zeros(1000, np.uint8)
+    encoded = (text or "").encode()[: line.size]
+    line[: len(encoded)] = list(encoded)
+    said = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in multihost_utils.process_allgather(line)]
+    return next((words for words in said if words), None)

@@ -1,76 +1,68 @@
 """Configs: read from a file, checked against every key that exists, overridden, resolved, compared."""
 
-import ast
+import dataclasses
 import difflib
 import hashlib
-import importlib.util
 import json
-import pathlib
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from ml_collections import ConfigDict
 
 import data
 from configs import base
-from model import build
-from model.contract import section
+from model import build, settings
 from model.errors import UserError, choose
 from model.mixers import MIXERS
 from model.positions import POSITIONS
+from train.config_file import place, read
 
 CHOICES = ("model.mixers", "model.position", "data.task")
+
+Declared = dict[str, dataclasses.Field]  # by dotted key
 
 
 def load(spec: str, overrides: Iterable[tuple[str, str]] = ()) -> ConfigDict:
     """The resolved, locked config of `FILE.py[:argument]` or `config.json`, with `(key, text)` overrides."""
-    given = flatten(read(spec))
+    given = {key: tuples(value) for key, value in flatten(read(spec)).items()}
     asked = dict(overrides)
+    file = spec.partition(":")[0]
     config = base.get_config()
+    known = declared(config)
     # The choices first: they decide which other keys exist.
     for key in CHOICES:
         if key in given:
-            put(config, key, given[key], spec)
+            put(config, known, key, given[key], file)
         if key in asked:
-            put(config, key, parse(key, asked[key], flatten(config)[key]), "the command line")
+            put(config, known, key, settings.read(asked[key], known[key].type))
     complete(config)
-    known = flatten(config)
+    known = declared(config)
     for key, value in given.items():
         if key not in CHOICES and not unused_section(key, config):
-            put(config, key, value, spec)
+            put(config, known, key, value, file)
     for key, text in asked.items():
         if key not in CHOICES:
-            put(config, key, parse(key, text, known.get(key)), "the command line")
+            put(config, known, key, settings.read(text, known[key].type) if key in known else text)
     return config.lock()
 
 
-def read(spec: str) -> ConfigDict:
-    """Runs a config file's `get_config(argument)`, or reads a run's `config.json`."""
-    path, _, argument = spec.partition(":")
-    file = pathlib.Path(path)
-    if not file.is_file():
-        near = difflib.get_close_matches(path, [str(p) for p in pathlib.Path("configs").glob("*.py")], n=1)
-        raise UserError(f"no config file {path!r}" + (f"; closest: {near[0]}" if near else ""))
-    if file.suffix == ".json":
-        try:
-            return ConfigDict(tuples(json.loads(file.read_text())))
-        except ValueError as error:
-            raise UserError(f"config {path!r} is not JSON: {error}") from None
-    module_spec = importlib.util.spec_from_file_location(file.stem, file)
-    if module_spec is None:
-        raise UserError(f"config {path!r} must be a .py file with get_config, or a .json file")
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    if not hasattr(module, "get_config"):
-        raise UserError(f"config {path!r} defines no get_config()")
-    return module.get_config(argument) if argument else module.get_config()
+def declared(config: ConfigDict) -> Declared:
+    """Every key there is, given the choices made: its type, which says what is allowed, and its default."""
+    task = config.data.task
+    chosen = {
+        "model": build.declared(config.model.mixers, config.model.position),
+        "data": {task: settings.section(choose("task", task, data.TASKS))},
+    }
+    return flatten(settings.section(base.Base)) | flatten(chosen)
 
 
 def complete(config: ConfigDict) -> None:
     """Adds the section that each choice brings, with its defaults."""
     for name, defaults in build.sections(config.model.mixers, config.model.position).items():
         config.model[name] = defaults
-    config.data[config.data.task] = section(choose("task", config.data.task, data.TASKS), without=data.Task)
+    task = config.data.task
+    config.data[task] = settings.defaults(settings.section(data.TASKS[task]))
 
 
 def unused_section(key: str, config: ConfigDict) -> bool:
@@ -81,23 +73,19 @@ def unused_section(key: str, config: ConfigDict) -> bool:
     return name in tables.get(room, {}) and name not in config[room]
 
 
-def put(config: ConfigDict, key: str, value: Any, source: str) -> None:
-    """Sets a key that must exist, to a value of its type."""
-    known = flatten(config)
+def put(config: ConfigDict, known: Declared, key: str, value: Any, file: str = "") -> None:
+    """Sets a key that must exist to a value that it may have, as a config file or the command line asks."""
     if key not in known:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
         leaf = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
         hint = (leaf or near)[0]
-        raise UserError(f"unknown config key {key!r} in {source}; {siblings(key, known)}; closest: {hint}")
-    old = known[key]
-    if isinstance(old, float) and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if old is not None and value is not None and type(value) is not type(old):
-        raise UserError(f"config key {key!r} takes {type(old).__name__}, not {value!r}, in {source}")
-    *parents, leaf = key.split(".")
-    for name in parents:
+        raise UserError(f"unknown config key {key!r}{place(file, key)}; {siblings(key, known)}; closest: {hint}")
+    field = known[key]
+    settings.check(key, value, field.type, field.default, where=partial(place, file, key))
+    *rooms, leaf = key.split(".")
+    for name in rooms:
         config = config[name]
-    config[leaf] = value
+    config[leaf] = settings.fit(field.type, value)
 
 
 def siblings(key: str, known: Iterable[str]) -> str:
@@ -109,21 +97,6 @@ def siblings(key: str, known: Iterable[str]) -> str:
     return f"sections are {', '.join(sorted({k.rpartition('.')[0] for k in known if '.' in k}))}"
 
 
-def parse(key: str, text: str, old: Any) -> Any:
-    """An override's text as a value of the type it replaces."""
-    if isinstance(old, str):
-        return text
-    try:
-        value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        value = {"true": True, "false": False, "none": None}.get(text.lower(), text)
-    if isinstance(old, tuple) and not isinstance(value, tuple):
-        value = tuple(text.split(",")) if isinstance(value, str) else (value,)
-    if isinstance(old, int) and isinstance(value, float) and value.is_integer() and not isinstance(old, bool):
-        value = int(value)
-    return value
-
-
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """`{"optim.lr": 0.001, ...}`."""
     flat: dict[str, Any] = {}
@@ -131,7 +104,7 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
         if isinstance(value, (ConfigDict, dict)):
             flat |= flatten(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = value
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
@@ -173,15 +146,9 @@ def noted(before: list[dict[str, Any]], old: dict[str, Any], new: dict[str, Any]
 
 def check(config: ConfigDict) -> None:
     """Refuses values that no run can use, before anything is built."""
+    values = flatten(config)
+    for key, field in declared(config).items():
+        settings.check(key, values[key], field.type, field.default)
     c = config
-    for key in ("steps", "batch_size", "log_every", "keep"):
-        if c[key] < 1:
-            raise UserError(f"{key} {c[key]} must be at least 1")
-    for key in ("eval_every", "eval_batches", "checkpoint_every", "target", "max_rollbacks"):
-        if c[key] < 0:
-            raise UserError(f"{key} {c[key]} must not be negative; 0 switches it off")
-    choose("nonfinite policy", c.nonfinite, {"stop", "skip", "rollback"})
-    choose("best metric", c.best, {"accuracy", "loss"})
-    choose("schedule", c.optim.schedule, {"constant", "cosine", "rsqrt"})
-    if c.optim.accumulate < 1 or c.batch_size % c.optim.accumulate:
+    if c.batch_size % c.optim.accumulate:
         raise UserError(f"optim.accumulate {c.optim.accumulate} does not divide batch_size {c.batch_size}")

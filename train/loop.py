@@ -18,7 +18,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from data import pipeline
-from model.errors import UserError
+from model.errors import UserError, out_of_memory
 from train import config as configs
 from train import hosts
 from train.checkpoint import Checkpoints, read_manifest, step_folder
@@ -112,7 +112,7 @@ def loop(
         clock.resume(noted["wall_s"], noted.get("data_wait_s", 0.0))
     changes = sign_run(run, folder, step)
     reached = has_reached(scores, c)
-    status, pending = "finished", None
+    status, pending, untested = "finished", None, {}
 
     with (
         MetricsLog(folder / "metrics.jsonl", step if restored is not None else None, c.tensorboard) as log,
@@ -162,9 +162,10 @@ def loop(
         logging.error("non-finite loss at step %d; the last good checkpoint is kept", step)
     else:
         status = "target" if reached else status
-        scores = scores | validate(run, state, "test") | at_lengths(lengths, state)
+        at_others, untested = at_lengths(lengths, state)
+        scores = scores | validate(run, state, "test") | at_others
     checkpoints.wait()
-    return finish(run, folder, status, step, int(state.nonfinite), scores, clock, changes)
+    return finish(run, folder, status, step, int(state.nonfinite), scores, untested, clock, changes)
 
 
 def has_reached(scores: dict[str, float], c: ConfigDict) -> bool:
@@ -178,15 +179,31 @@ def validate(run: Run, state: RunState, split: str, prefix: str = "") -> dict[st
     return scalars(evaluate(run.eval_step, state.params, batches, run.batch_sharding), prefix or split)
 
 
-def at_lengths(lengths: Mapping[int, Run], state: RunState) -> dict[str, float]:
-    """Test scores at every length asked for, named `test/length_512/METRIC`; none where the model cannot go."""
+def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[dict[str, float], dict[str, str]]:
+    """Test scores at every length asked for, named `test/length_512/METRIC`; none where the model cannot go.
+
+    Second, the lengths that this machine has no room for, with the reason: they count as failed, not as impossible.
+    """
     scores: dict[str, float] = {}
+    untested: dict[str, str] = {}
     for length, run in lengths.items():
+        lacking, found = None, {}
         try:
-            scores |= validate(run, state, "test", f"test/length_{length}")
+            found = validate(run, state, "test", f"test/length_{length}")
         except UserError as error:
             print(f"not tested at length {length}: {error}")
-    return scores
+            continue
+        except (MemoryError, jax.errors.JaxRuntimeError) as error:
+            lacking = out_of_memory(error)
+            if lacking is None:
+                raise
+        lacking = next(filter(None, hosts.gather(f"test at length {length}", lacking)), None)
+        if lacking is None:
+            scores |= found
+        else:
+            print(f"not tested at length {length}: {lacking}")
+            untested[str(length)] = "out of memory"
+    return scores, untested
 
 
 def report(log: MetricsLog, progress: Progress, clock: "Clock", c: ConfigDict, step: int, sums: dict) -> bool:
@@ -227,6 +244,7 @@ def finish(
     steps: int,
     nonfinite: int,
     scores: dict[str, float],
+    untested: dict[str, str],
     clock: "Clock",
     changes: list[dict[str, Any]],
 ) -> dict[str, Any]:
@@ -257,6 +275,7 @@ def finish(
         "baselines": run.task.baselines(),
         "nonfinite": nonfinite,
         "metrics": scores,
+        "untested": untested,
     }
     return hosts.agree(lambda: write_json(folder / "result.json", result) or result)
 

@@ -1,6 +1,6 @@
 """Softmax attention with a key-value cache, whole or a ring."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -8,12 +8,11 @@ import jax.numpy as jnp
 
 from model.cache import Cache, Full, Ring
 from model.contract import Context, Mixer, State, wide
-from model.errors import UserError, choose
+from model.errors import UserError
 from model.layers import check_divides, dense, fan_in, norm
-from model.ops.attention import attention, attention_weights
+from model.ops.attention import IMPLEMENTATIONS, attention, attention_weights
 from model.position import Position
-
-SCORES = {"dot", "additive", "multiplicative"}
+from model.settings import Dim, Length, NotNegative, Whole
 
 
 class Attention(Mixer):
@@ -21,17 +20,17 @@ class Attention(Mixer):
 
     position: Any = Position  # builds the position encoding
 
-    n_heads: int = 4
-    n_kv_heads: int = 0  # 0: as many as n_heads
-    score: str = "dot"  # dot (scaled), additive (Bahdanau) or multiplicative (Luong)
-    window: int | None = None  # a token sees those less than this far away; None: all
-    sink_tokens: int = 0  # first tokens that stay visible outside the window, positions counted in the cache
-    prefix: int = 0  # the first tokens of a document see each other both ways
+    n_heads: Dim = 4
+    n_kv_heads: Literal[0] | Dim = 0  # 0: as many as n_heads
+    score: Literal["dot", "additive", "multiplicative"] = "dot"  # scaled; Bahdanau's; Luong's
+    window: Length | None = None  # a token sees those less than this far away; None: all
+    sink_tokens: Whole = 0  # first tokens that stay visible outside the window, positions counted in the cache
+    prefix: Whole = 0  # the first tokens of a document see each other both ways
     qk_norm: bool = False  # queries and keys are normalised per head
-    soft_cap: float = 0.0  # keeps scores within this by a tanh; 0: off
+    soft_cap: NotNegative = 0.0  # keeps scores within this by a tanh; 0: off
     sinks: bool = False  # a learned logit per head that takes weight and gives nothing
     gate: bool = False  # the output is gated, elementwise, by a sigmoid of the input
-    implementation: str | None = None  # of the attention op; None picks
+    implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the attention op; None picks
 
     softmax: ClassVar[bool] = True
     groups: ClassVar[dict[str, str]] = {"sinks": "no_decay"}
@@ -43,12 +42,6 @@ class Attention(Mixer):
     def check(self, position: Position) -> None:
         check_heads("attention", self.n_heads, self.kv_heads, self.width)
         position.check(self.width // self.n_heads)
-        choose("score", self.score, SCORES)
-        if self.window is not None and self.window < 1:
-            raise UserError(f"model.attention.window {self.window} must be at least 1, or None for no window")
-        for name in ("sink_tokens", "prefix", "soft_cap"):
-            if getattr(self, name) < 0:
-                raise UserError(f"model.attention.{name} {getattr(self, name)} must not be negative; 0 is off")
         if self.sink_tokens:
             self.check_streaming(position)
         name = type(position).__name__.lower()

@@ -1,19 +1,19 @@
 """B2S6: Mamba's selection in blocks, beside a part that does not select (https://arxiv.org/abs/2505.09022)."""
 
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from model.contract import Context
-from model.errors import choose
 from model.layers import check_divides
 from model.mixers.mamba import inverse_softplus_dt
 from model.mixers.s4d import INITS, starting_modes
 from model.ops.scan import IMPLEMENTATIONS as SCANS
 from model.ops.scan import diagonal_scan
+from model.settings import Dim, Positive
 from model.ssm import StateSpace, System, marks, paired
 
 Array = jax.Array
@@ -74,13 +74,13 @@ class B2S6(StateSpace):
     have the size of S4D's. w starts small: steps ten times as long would turn the fastest modes in whole circles.
     """
 
-    blocks: int = 8
-    A_init: str = "lin"  # as S4D's
-    dt_min: float = 0.001
-    dt_max: float = 0.1
+    blocks: Dim = 8
+    A_init: Literal[*INITS] = "lin"  # as S4D's
+    dt_min: Positive = 0.001
+    dt_max: Positive = 0.1
+    implementation: Literal[*SCANS] | None = None  # of the scan; None picks
 
     convolves: ClassVar[bool] = False
-    forms: ClassVar[set[str]] = set(SCANS)
     groups: ClassVar[dict[str, str]] = {
         "w": "ssm",
         "b": "ssm",
@@ -104,6 +104,4 @@ class B2S6(StateSpace):
         return [System(None, partial(b2s6_recurrence, **shared, C=C)) for C in both]
 
     def check(self) -> None:
-        super().check()
         check_divides("b2s6's blocks", self.blocks, "its width,", self.width)
-        choose("b2s6 A_init", self.A_init, INITS)

@@ -1,6 +1,6 @@
 """Attention to another sequence."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -10,6 +10,8 @@ from model.contract import Context, Mixer, State
 from model.errors import UserError
 from model.layers import dense
 from model.mixers.attention import check_heads, look
+from model.ops.attention import IMPLEMENTATIONS
+from model.settings import Dim
 
 
 class CrossAttention(Mixer):
@@ -19,9 +21,9 @@ class CrossAttention(Mixer):
     own document. The memory comes with every call, so there is no past to keep.
     """
 
-    n_heads: int = 4
-    n_kv_heads: int = 0  # 0: as many as n_heads
-    implementation: str | None = None  # of the attention op; None picks
+    n_heads: Dim = 4
+    n_kv_heads: Literal[0] | Dim = 0  # 0: as many as n_heads
+    implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the attention op; None picks
 
     reads_memory: ClassVar[bool] = True
 

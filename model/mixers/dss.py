@@ -4,23 +4,23 @@ This is the paper's DSS-exp, whose kernel is that of S4D. Its DSS-softmax divide
 is trained on, so the same token would be read differently in a longer sequence.
 """
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
 
-from model.errors import choose
 from model.mixers.s4d import s4d_system
 from model.ops.hippo import legs_modes
+from model.settings import Positive
 from model.ssm import DISCRETISATIONS, StateSpace, System, log_uniform
 
 
 class DSS(StateSpace):
     """DSS-exp: the modes of HiPPO-LegS, and one weight w for what S4 has as B and C."""
 
-    dt_min: float = 0.001
-    dt_max: float = 0.1
-    discretisation: str = "zoh"  # zoh, bilinear
+    dt_min: Positive = 0.001
+    dt_max: Positive = 0.1
+    discretisation: Literal[*DISCRETISATIONS] = "zoh"
 
     groups: ClassVar[dict[str, str]] = {
         "log_dt": "ssm",
@@ -36,7 +36,3 @@ class DSS(StateSpace):
         Lambda = self.modes("Lambda", legs_modes(self.state)[0], (D, N), channels)
         both = self.readout("w", nn.initializers.normal(0.5**0.5), channels)
         return [s4d_system(Lambda, w, dt, self.discretisation) for w in both]
-
-    def check(self) -> None:
-        super().check()
-        choose("discretisation", self.discretisation, DISCRETISATIONS)

@@ -1,6 +1,6 @@
 """LRU: a linear recurrence made discrete from the start (https://arxiv.org/abs/2303.06349)."""
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -9,6 +9,7 @@ import numpy as np
 
 from model.errors import UserError
 from model.mixers.s5 import mimo_system
+from model.settings import Fraction, above, at_most
 from model.ssm import StateSpace, System, paired
 
 
@@ -29,9 +30,9 @@ def log_phase(max_phase: float) -> nn.initializers.Initializer:
 class LRU(StateSpace):
     """LRU: complex modes on a ring inside the unit circle, and inputs scaled so that the state keeps its size."""
 
-    r_min: float = 0.9
-    r_max: float = 0.999
-    max_phase: float = 6.28
+    r_min: Fraction = 0.9
+    r_max: Fraction = 0.999
+    max_phase: Annotated[float, above(0), at_most(2 * np.pi)] = 6.28
 
     convolves: ClassVar[bool] = False
     groups: ClassVar[dict[str, str]] = {
@@ -60,8 +61,5 @@ class LRU(StateSpace):
         return (self.state // 2,)
 
     def check(self) -> None:
-        super().check()
-        if not 0 <= self.r_min < self.r_max <= 1:
-            raise UserError(f"lru's ring from r_min {self.r_min} to r_max {self.r_max} must lie between 0 and 1")
-        if not 0 < self.max_phase <= 2 * np.pi:
-            raise UserError(f"lru's max_phase {self.max_phase} must be above 0 and at most 2 pi")
+        if self.r_min >= self.r_max:
+            raise UserError(f"lru's ring from r_min {self.r_min} to r_max {self.r_max} is empty; r_min must be below")

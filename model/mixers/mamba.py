@@ -1,6 +1,6 @@
 """Mamba: a gated selective state space (https://arxiv.org/abs/2312.00752)."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -10,7 +10,8 @@ from model.contract import Context, Mixer, State, wide
 from model.errors import UserError
 from model.layers import dense
 from model.ops.conv import conv_tail, short_conv
-from model.ops.scan import selective_scan
+from model.ops.scan import IMPLEMENTATIONS, selective_scan
+from model.settings import Dim, Positive
 from model.ssm import log_uniform
 
 
@@ -37,13 +38,13 @@ def log_range(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
 class Mamba(Mixer):
     """Mamba-1: a state space whose step size, input and output maps depend on the token."""
 
-    state: int = 16  # N, per channel
-    conv: int = 4  # width of the short convolution
-    expand: int = 2  # inner channels per model channel
-    dt_rank: int = 0  # 0: ceil(width / 16)
-    dt_min: float = 0.001
-    dt_max: float = 0.1
-    implementation: str | None = None  # of the scan; None picks
+    state: Dim = 16  # N, per channel
+    conv: Dim = 4  # width of the short convolution
+    expand: Dim = 2  # inner channels per model channel
+    dt_rank: Literal[0] | Dim = 0  # 0: ceil(width / 16)
+    dt_min: Positive = 0.001
+    dt_max: Positive = 0.1
+    implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the scan; None picks
 
     groups: ClassVar[dict[str, str]] = {
         "A_log": "ssm",

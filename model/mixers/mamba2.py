@@ -1,6 +1,6 @@
 """Mamba-2: a selective state space with one decay for all channels of a head (https://arxiv.org/abs/2405.21060)."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -11,7 +11,8 @@ from model.errors import UserError
 from model.layers import check_divides, dense
 from model.mixers.mamba import inverse_softplus_dt, uniform
 from model.ops.conv import conv_tail, short_conv
-from model.ops.ssd import ssd
+from model.ops.ssd import IMPLEMENTATIONS, ssd
+from model.settings import Dim, Positive
 
 
 def log_uniform_A(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
@@ -22,14 +23,14 @@ def log_uniform_A(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Arr
 class Mamba2(Mixer):
     """Mamba-2: heads whose state forgets at one rate, so that a sequence is mixed by matrix products."""
 
-    state: int = 128  # N, per channel
-    head_dim: int = 0  # P, channels of a head; 0: 64, or fewer so that there are four heads
-    n_groups: int = 1  # G: heads of a group share B and C, and are normalised together
-    conv: int = 4  # width of the short convolution
-    expand: int = 2  # inner channels per model channel
-    dt_min: float = 0.001
-    dt_max: float = 0.1
-    implementation: str | None = None  # of the ssd op; None picks
+    state: Dim = 128  # N, per channel
+    head_dim: Literal[0] | Dim = 0  # P, channels of a head; 0: 64, or fewer so that there are four heads
+    n_groups: Dim = 1  # G: heads of a group share B and C, and are normalised together
+    conv: Dim = 4  # width of the short convolution
+    expand: Dim = 2  # inner channels per model channel
+    dt_min: Positive = 0.001
+    dt_max: Positive = 0.1
+    implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the ssd op; None picks
 
     groups: ClassVar[dict[str, str]] = {
         "A_log": "ssm",

@@ -1,6 +1,6 @@
 """Multi-head latent attention: the cache holds one small vector a token, from which all heads' keys and values come."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -11,7 +11,9 @@ from model.contract import Context, Mixer, State, wide
 from model.errors import UserError
 from model.layers import check_divides, dense, fan_in, norm
 from model.mixers.attention import arange, cacheable, look, whole_row
+from model.ops.attention import IMPLEMENTATIONS
 from model.position import Position
+from model.settings import Dim
 
 
 class MLA(Mixer):
@@ -24,19 +26,16 @@ class MLA(Mixer):
 
     position: Any = Position  # builds the position encoding
 
-    n_heads: int = 4
-    kv_rank: int = 32  # of the latent vector that is cached
-    q_rank: int = 0  # queries through a bottleneck of this rank; 0: straight from the input
-    shared_dim: int = 16  # of the key part that positions turn
-    implementation: str | None = None  # of the attention op; None picks
+    n_heads: Dim = 4
+    kv_rank: Dim = 32  # of the latent vector that is cached
+    q_rank: Literal[0] | Dim = 0  # queries through a bottleneck of this rank; 0: straight from the input
+    shared_dim: Dim = 16  # of the key part that positions turn
+    implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the attention op; None picks
 
     softmax: ClassVar[bool] = True
 
     def check(self, position: Position) -> None:
         check_divides("model.mla.n_heads", self.n_heads, "model.width", self.width)
-        for name in ("kv_rank", "shared_dim"):
-            if getattr(self, name) < 1:
-                raise UserError(f"model.mla.{name} {getattr(self, name)} must be at least 1")
         position.check(self.shared_dim)
         if position.causal_only and not self.causal:
             name = type(position).__name__.lower()

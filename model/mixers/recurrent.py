@@ -11,7 +11,7 @@ torch's `weight_ih` `[G E, D]` transposed, `U` `[n, E, G, E]` likewise its `weig
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -21,6 +21,7 @@ from model.contract import Context, Mixer, State, wide
 from model.documents import reverse
 from model.errors import UserError
 from model.layers import dense
+from model.settings import Dim
 
 Past = dict[str, jax.Array]  # [B, E] each; h is what is read
 Cell = Callable[[Past, jax.Array, jax.Array], Past]  # past, x and u [B, G, E] -> the state after the token
@@ -87,7 +88,7 @@ def orthogonal_gates(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.D
 class Recurrent(Mixer):
     """A cell run over the length, and both ways a second one run backwards beside it."""
 
-    hidden: int = 0  # E, width of the state in each direction; 0: that of the model
+    hidden: Literal[0] | Dim = 0  # E, width of the state in each direction; 0: that of the model
 
     cell: ClassVar[Cell]
     gates: ClassVar[int]
@@ -125,9 +126,6 @@ class Recurrent(Mixer):
         return self.hidden or self.width
 
     def check(self, state: State) -> None:
-        if self.hidden < 0:
-            name = type(self).__name__.lower()
-            raise UserError(f"model.{name}.hidden {self.hidden} must be at least 1, or 0 for the model's width")
         if state is not None and not self.causal:
             raise UserError("a bidirectional model cannot carry a state; set model.causal=True to generate")
 

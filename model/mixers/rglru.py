@@ -3,7 +3,7 @@
 https://arxiv.org/abs/2402.19427
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -15,7 +15,8 @@ from model.errors import UserError
 from model.layers import check_divides, dense, fan_in
 from model.mixers.mamba import uniform
 from model.ops.conv import conv_tail, short_conv
-from model.ops.scan import linear_scan
+from model.ops.scan import IMPLEMENTATIONS, linear_scan
+from model.settings import Dim
 
 C = 8.0  # the paper's c: how fast a wide open recurrence gate forgets
 STEEPEST = 1000.0  # bound on the derivative of the square root, which has none at 0
@@ -72,10 +73,10 @@ def block_fan_in(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Arra
 class RGLRU(Mixer):
     """Griffin's recurrent block: a gated recurrence of one number a channel, with gates that see their own block."""
 
-    inner: int = 0  # channels of the recurrence; 0: as wide as the model
-    n_heads: int = 4  # blocks of the gates' matrices
-    conv: int = 4  # width of the short convolution
-    implementation: str | None = None  # of the scan; None picks
+    inner: Literal[0] | Dim = 0  # channels of the recurrence; 0: as wide as the model
+    n_heads: Dim = 4  # blocks of the gates' matrices
+    conv: Dim = 4  # width of the short convolution
+    implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the scan; None picks
 
     groups: ClassVar[dict[str, str]] = {
         "Lambda": "ssm",

@@ -1,6 +1,6 @@
 """RWKV-4's time mixing: an average over the past whose weights decay by channel (https://arxiv.org/abs/2305.13048)."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -12,7 +12,7 @@ from model.contract import Context, Mixer, State, wide
 from model.errors import UserError
 from model.layers import dense
 from model.ops.conv import conv_tail
-from model.ops.scan import linear_scan
+from model.ops.scan import IMPLEMENTATIONS, linear_scan
 
 Array = jax.Array
 EMPTY = -1e30  # the exponent of a sum that nothing has entered; finite, so that differences of exponents are numbers
@@ -111,7 +111,7 @@ def zigzag(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 class RWKV(Mixer):
     """RWKV-4's time mixing: a decaying average over the past, with a bonus for the token at hand."""
 
-    implementation: str | None = None  # sequential, or one of the scan; None picks
+    implementation: Literal[*IMPLEMENTATIONS] | None = None  # sequential, or one of the scan; None picks
 
     groups: ClassVar[dict[str, str]] = {
         "decay": "ssm",

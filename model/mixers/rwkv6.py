@@ -1,7 +1,7 @@
 """RWKV-6's time mixing: a matrix state that forgets at rates the token decides (https://arxiv.org/abs/2404.05892)."""
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -13,7 +13,8 @@ from model.layers import check_divides, dense
 from model.mixers.mamba import uniform
 from model.mixers.rwkv import spread, token_shift
 from model.ops.conv import conv_tail
-from model.ops.wkv import wkv6
+from model.ops.wkv import IMPLEMENTATIONS, wkv6
+from model.settings import Dim
 
 Array = jax.Array
 
@@ -27,10 +28,10 @@ def steps(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 class RWKV6(Mixer):
     """RWKV-6's time mixing: a matrix state a head, whose decay and whose mix of neighbours depend on the token."""
 
-    head_dim: int = 0  # K, channels of a head; 0: 64, or fewer so that there are four heads
-    mix_rank: int = 32  # of the map that decides how much of the token before to mix in
-    decay_rank: int = 64  # of the map that decides the decay
-    implementation: str | None = None  # of wkv6; None picks
+    head_dim: Literal[0] | Dim = 0  # K, channels of a head; 0: 64, or fewer so that there are four heads
+    mix_rank: Dim = 32  # of the map that decides how much of the token before to mix in
+    decay_rank: Dim = 64  # of the map that decides the decay
+    implementation: Literal[*IMPLEMENTATIONS] | None = None  # of wkv6; None picks
 
     groups: ClassVar[dict[str, str]] = {
         "decay": "ssm",

@@ -5,7 +5,7 @@ made discrete by the bilinear rule, whose inverses stay diagonal plus low rank; 
 exponential. No form has a matrix of N x N. Sums over modes are over conjugate pairs, so P^* x is a real number.
 """
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -16,6 +16,7 @@ from jax import lax
 from model.contract import Context
 from model.ops.conv import fft_conv
 from model.ops.hippo import legs_modes
+from model.settings import Positive
 from model.ssm import StateSpace, System, check_length, filled, log_uniform, marks, paired
 
 FREQUENCIES = 256  # whose Cauchy matrices, one of D x N each, are held at once
@@ -115,10 +116,10 @@ RECURRENCES = {"sequential": lax.scan, "chunked": chunked}
 class S4(StateSpace):
     """S4: HiPPO-LegS, learned; a state space per channel, a convolution in training."""
 
-    dt_min: float = 0.001
-    dt_max: float = 0.1
+    dt_min: Positive = 0.001
+    dt_max: Positive = 0.1
+    implementation: Literal["convolution", *RECURRENCES] | None = None  # None picks
 
-    forms: ClassVar[set[str]] = {"convolution", *RECURRENCES}
     groups: ClassVar[dict[str, str]] = {
         "log_dt": "ssm",
         "Lambda_real": "ssm",

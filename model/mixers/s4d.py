@@ -1,6 +1,6 @@
 """S4D: a diagonal state space, the same at every token (https://arxiv.org/abs/2206.11893)."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from model.contract import Context
-from model.errors import choose
 from model.ops.conv import fft_conv
 from model.ops.hippo import legs_modes
+from model.settings import Positive
 from model.ssm import DISCRETISATIONS, StateSpace, System, diagonal_recurrence, log_uniform, powers
 
 # Imaginary parts of A; the real part starts at -1/2, or for `real` at -(n + 1). N modes stand for 2N (conjugate pairs).
@@ -68,10 +68,10 @@ def s4d_system(A: jax.Array, C: jax.Array, dt: jax.Array, discretisation: str) -
 class S4D(StateSpace):
     """S4D: a linear time-invariant state space per channel, a convolution in training. B is part of C."""
 
-    A_init: str = "lin"  # lin, inv, legs, real
-    dt_min: float = 0.001
-    dt_max: float = 0.1
-    discretisation: str = "zoh"  # zoh, bilinear
+    A_init: Literal[*INITS] = "lin"
+    dt_min: Positive = 0.001
+    dt_max: Positive = 0.1
+    discretisation: Literal[*DISCRETISATIONS] = "zoh"
 
     groups: ClassVar[dict[str, str]] = {
         "log_dt": "ssm",
@@ -91,8 +91,3 @@ class S4D(StateSpace):
         dt = jnp.exp(self.weight("log_dt", log_uniform(self.dt_min, self.dt_max), (D,), channels[:1]))
         A = self.modes("A", starting_modes(self.A_init, N), (D, N), channels)
         return [s4d_system(A, C, dt, self.discretisation) for C in self.readout("C", C_init, channels)]
-
-    def check(self) -> None:
-        super().check()
-        choose("s4d A_init", self.A_init, INITS)
-        choose("discretisation", self.discretisation, DISCRETISATIONS)

@@ -1,16 +1,16 @@
 """S5: one state space that all channels write to and read from (https://arxiv.org/abs/2208.04933)."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model.errors import choose
 from model.layers import check_divides
 from model.ops.conv import fft_conv
 from model.ops.hippo import legs_modes
+from model.settings import Dim, Positive
 from model.ssm import DISCRETISATIONS, StateSpace, System, diagonal_recurrence, log_uniform, paired, powers
 
 
@@ -42,10 +42,10 @@ class S5(StateSpace):
     of each conjugate pair makes of a normal matrix a complex normal one, so they are drawn there at once.
     """
 
-    blocks: int = 1  # J, copies of a smaller HiPPO-N that the modes start from
-    dt_min: float = 0.001
-    dt_max: float = 0.1
-    discretisation: str = "zoh"  # zoh, bilinear
+    blocks: Dim = 1  # J, copies of a smaller HiPPO-N that the modes start from
+    dt_min: Positive = 0.001
+    dt_max: Positive = 0.1
+    discretisation: Literal[*DISCRETISATIONS] = "zoh"
 
     convolves: ClassVar[bool] = False
     groups: ClassVar[dict[str, str]] = {
@@ -70,6 +70,4 @@ class S5(StateSpace):
         return (self.state // 2,)
 
     def check(self) -> None:
-        super().check()
         check_divides("s5's blocks", self.blocks, "the pairs of its state,", self.state // 2)
-        choose("discretisation", self.discretisation, DISCRETISATIONS)

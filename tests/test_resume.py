@@ -1,0 +1,61 @@
+"""What may change when a run is resumed, what a refusal leaves behind, and what the result says of it."""
+
+import pytest
+
+from model.errors import UserError
+from tests.test_train import load
+from train import config as configs
+from train.loop import refuse_changes, train
+from train.workdir import read_json
+
+SHORT = [("steps", "4"), ("checkpoint_every", "4"), ("eval_every", "0"), ("eval_batches", "1"), ("model.layers", "1")]
+
+
+def change(step: int, key: str, old, new) -> dict:
+    return {"step": step, "key": key, "old": old, "new": new}
+
+
+@pytest.mark.quick
+def test_changes_are_noted_at_the_step_they_were_made():
+    old, new = {"steps": 20, "lr": 0.1}, {"steps": 40, "lr": 0.1}
+    assert configs.noted([], {}, new, 0) == []  # a run begins
+    assert configs.noted([], old, new, 0) == []  # nothing was trained under the old one
+    once = configs.noted([], old, new, 20)
+    assert once == [change(20, "steps", 20, 40)]
+    assert configs.noted(once, new, new, 30) == once  # resumed as it was
+    twice = configs.noted(once, new, new | {"lr": 0.2}, 30)
+    assert twice == [*once, change(30, "lr", 0.1, 0.2)]
+    # Back at an earlier checkpoint, what came after it never happened.
+    assert configs.noted(twice, new | {"lr": 0.2}, new | {"lr": 0.2}, 25) == [*once, change(25, "lr", 0.1, 0.2)]
+    assert configs.noted(twice, new | {"lr": 0.2}, old, 20) == []
+    # A kill between the two files: the note is written, the config is not.
+    assert configs.noted(once, old, new, 20) == once
+    assert configs.noted(once, old, old, 20) == []
+    shape = [change(20, "rules", [["batch", ["data"]]], [])]  # as JSON has it
+    assert configs.noted(shape, {"rules": ()}, {"rules": (("batch", ("data",)),)}, 20) == []
+
+
+def test_a_refusal_leaves_the_folder_as_it_was_and_a_change_is_told(tmp_path):
+    config = load(*SHORT)
+    assert train(config, str(tmp_path))["changes"] == []
+    small_files = {path: path.read_bytes() for path in tmp_path.glob("*.json")}
+    allowed = ",".join([*config.resume_safe, "model.width"])
+    with pytest.raises(UserError, match="does not fit"):
+        train(load(*SHORT, ("model.width", "32"), ("resume_safe", allowed)), str(tmp_path))
+    assert {path: path.read_bytes() for path in tmp_path.glob("*.json")} == small_files
+    assert train(config, str(tmp_path))["status"] == "finished"
+
+    longer = load(*SHORT, ("steps", "8"))  # on a cosine: no rate is that of a run that was so all along
+    twice = train(longer, str(tmp_path))
+    assert twice["changes"] == [change(4, "steps", 4, 8)]
+    assert read_json(tmp_path / "result.json") == twice
+    assert train(longer, str(tmp_path)) == twice  # finished already
+
+
+@pytest.mark.quick
+def test_another_mesh_needs_no_flag(tmp_path):
+    changes = configs.changes(load(), load(("mesh.fsdp", "2"), ("mesh.rules", "()")))
+    assert set(changes) == {"mesh.fsdp", "mesh.rules"}
+    refuse_changes(changes, load(), tmp_path)
+    with pytest.raises(UserError, match=r"\(optim\.lr changed\)"):
+        refuse_changes(changes | {"optim.lr": (0.1, 0.2)}, load(), tmp_path)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -212,7 +213,7 @@ REPRODUCE = [
     *(["quickstart", f"--out={text}"] for text in ("", "notes.txt", "notes.txt/x", LONG)),
     *(["quickstart", f"--config.{text}"] for text in ("steps=0", "steps=", "lr=1", "optim.lr=-1", "seed=-1")),
 ]
-ROWS = f"--rows={ROOT / 'experiments/results/recall/rows.jsonl'}"
+ROWS = "--rows=rows.jsonl"
 REPORT = [
     [],
     ["extra"],
@@ -259,6 +260,7 @@ def test_a_wrong_command_line_ends_in_one_line(module, tmp_path):
     (tmp_path / "run").mkdir()
     for name, text in FILES.items():
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    shutil.copy(ROOT / "experiments/results/recall/rows.jsonl", tmp_path)
     (tmp_path / "key.jsonl").write_text("{}\n")
     (tmp_path / "labels.jsonl").write_text(json.dumps(dict(run="a", status="finished", labels=5, metrics={})))
     wrongly = [

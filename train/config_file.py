@@ -14,6 +14,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from model.errors import UserError
+from model.settings import shown
 
 
 def read(spec: str) -> Mapping[str, Any]:
@@ -21,18 +22,14 @@ def read(spec: str) -> Mapping[str, Any]:
     path, _, argument = spec.partition(":")
     file = Path(path)
     try:
-        found = file.is_file()
-    except OSError as error:
-        raise UserError(f"config {path[:80]!r} cannot be read: {error.strerror}") from None
-    if not found:
-        near = difflib.get_close_matches(path, [str(p) for p in Path("configs").glob("*.py")], n=1)
-        raise UserError(f"no config file {path!r}" + (f"; closest: {near[0]}" if near else ""))
-    if file.suffix not in (".py", ".json"):
-        raise UserError(f"config {path!r} must be a .py file with get_config, or a .json file")
-    try:
+        if not file.is_file():
+            near = difflib.get_close_matches(path, [str(p) for p in Path("configs").glob("*.py")], n=1)
+            raise UserError(f"no config file {path!r}" + (f"; closest: {near[0]}" if near else ""))
+        if file.suffix not in (".py", ".json"):
+            raise UserError(f"config {path!r} must be a .py file with get_config, or a .json file")
         held = read_json(file) if file.suffix == ".json" else call(file, argument)
     except OSError as error:
-        raise UserError(f"config {path!r} cannot be read: {error.strerror}") from None
+        raise UserError(f"config {shown(path)} cannot be read: {error.strerror}") from None
     if not isinstance(held, ConfigDict | dict):
         raise UserError(f"config {path!r} holds {type(held).__name__}; allowed: a ConfigDict, or an object in JSON")
     return held
@@ -52,12 +49,13 @@ def call(file: Path, argument: str) -> Any:
     try:
         module_spec.loader.exec_module(module)
         return entry(file, module, argument)()
-    except (UserError, OSError):
+    except UserError:
         raise
-    except SyntaxError as error:
-        raise UserError(f"config {error.filename or str(file)!r}, line {error.lineno}: {error.msg}") from None
     except (Exception, SystemExit) as error:
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).samefile(file)]
+        frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+        if isinstance(error, SyntaxError):  # the frames are those of the parser
+            frames.append((error.filename or "", error.lineno))
+        lines = [line for name, line in frames if Path(name).resolve() == file.resolve()]
         where = f", line {lines[-1]}" if lines else ""
         raise UserError(f"config {str(file)!r}{where}: {type(error).__name__}: {error}") from None
 

@@ -17,7 +17,7 @@ def get_config() -> ConfigDict:
     c.eval_every = 200  # 0: only at the end
     c.eval_batches = 8  # batches per evaluation; 0: the whole split, where it is finite
     c.test_lengths = ()  # also test at these lengths, after training
-    c.checkpoint_every = 200  # 0: only at the end
+    c.checkpoint_every = 200  # and at every new best; 0: only at the end
     c.keep = 2  # newest checkpoints kept, besides the best
     c.best = "accuracy"  # validation metric that names the best checkpoint: accuracy or loss
     c.target = 0.0  # stop early once validation accuracy reaches this; 0: never

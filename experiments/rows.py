@@ -37,10 +37,10 @@ def collect(out: Path) -> list[Row]:
 
 
 def row_of(folder: Path) -> Row:
-    asked = folders.read_json(folder / "run.json") or {"labels": {}, "overrides": {}}
-    row = folders.read_json(folder / "result.json")
+    asked = folders.read_json(folder / "run.json", labels=dict, overrides=dict) or {"labels": {}, "overrides": {}}
+    row = folders.read_json(folder / "result.json", status=str, metrics=dict)
     if row is None:
-        error = folders.read_json(folder / "failed.json")
+        error = folders.read_json(folder / "failed.json", error=str)
         row = {"status": "failed", "error": error["error"]} if error else {"status": "missing"}
         row |= {"seed": asked["overrides"].get("seed"), "metrics": {}}
     elif folders.strayed(folder):
@@ -62,9 +62,12 @@ def read(path: Path) -> list[Row]:
         raise UserError(f"no rows at {path}; a sweep writes them to OUT/rows.jsonl")
     lines = path.read_text().splitlines()
     try:
-        return [json.loads(line) for line in lines if line.strip()]
-    except json.JSONDecodeError as error:
+        rows = [json.loads(line) for line in lines if line.strip()]
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not a file of rows, one JSON object per line: {error}") from error
+    if not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{path} is not a file of rows, one JSON object per line")
+    return rows
 
 
 def score(row: Row, metric: str) -> float | None:

@@ -11,6 +11,7 @@ step should and is none, is put aside under another name and reported.
 `Checkpoints` writes, and needs the folder to itself (see `train.workdir.open_workdir`).
 """
 
+import functools
 import itertools
 import json
 import math
@@ -49,7 +50,7 @@ def best_step(directory: str | Path) -> int | None:
     return _best(directory)[1]
 
 
-def _best(directory: str | Path) -> tuple[float | None, int | None]:
+def _best(directory: str | Path) -> tuple[float, int | None]:
     scores = []
     for step in steps(directory):
         try:
@@ -58,7 +59,7 @@ def _best(directory: str | Path) -> tuple[float | None, int | None]:
             continue
         if score is not None and not math.isnan(score):
             scores.append((score, step))
-    return max(scores, default=(None, None))
+    return max(scores, default=(-math.inf, None))
 
 
 def load(directory: str | Path, like: State, step: int) -> State:
@@ -127,8 +128,8 @@ class Checkpoints:
     def best_step(self) -> int | None:
         return best_step(self.directory)
 
-    def best_score(self) -> float | None:
-        """The score of the best step, None where no step has one."""
+    def best_score(self) -> float:
+        """The score of the best step, minus infinity where no step has one."""
         return _on_first_process(lambda: _best(self.directory)[0])
 
     def save(self, step: int, state: State, score: float | None = None, extra: dict | None = None) -> None:
@@ -178,8 +179,7 @@ class Checkpoints:
         first, unfinished = jax.process_index() == 0, _unfinished(folder)
         try:
             try:
-                for file in writing:
-                    file.result()
+                arrays.wait(writing)
                 manifest.sign(unfinished, jax.process_index(), record if first else None)
             finally:
                 meet()  # a host that could not sign comes too, so that none waits for it
@@ -228,15 +228,17 @@ class Checkpoints:
             if found := _damage(folder):
                 damaged[folder] = found
                 continue
-            _on_first_process(lambda folder=folder: _check_fit(folder, like))
-            _on_first_process(
-                lambda: [self._put_aside(bad, "damaged", f"is damaged: {what}") for bad, what in damaged.items()]
-            )
+            _on_first_process(functools.partial(self._settle_on, folder, like, damaged))
             return step, arrays.read(folder, like)
         if damaged:  # left in place, so that the next start says so too instead of beginning anew
             found = "; ".join(f"{folder.name}: {what}" for folder, what in damaged.items())
             raise UserError(f"every checkpoint in {self.directory} is damaged ({found}); remove them to start anew")
         return None
+
+    def _settle_on(self, folder: Path, like: State, damaged: dict[Path, str]) -> None:
+        _check_fit(folder, like)
+        for newer, what in damaged.items():
+            self._put_aside(newer, "damaged", f"is damaged: {what}")
 
     def _put_aside(self, folder: Path, label: str, why: str) -> None:
         """Out of the way of retention, of readers and of the next save of this step, but kept for a look."""
@@ -248,6 +250,8 @@ class Checkpoints:
     def _tidy(self) -> None:
         """Ends what an earlier process began: commits what all its hosts have signed, removes what they have not."""
         self.directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.directory, os.W_OK):
+            raise UserError(f"cannot write checkpoints to {self.directory}: it is read-only")
         for path in sorted(path for path in self.directory.iterdir() if path.is_dir()):
             if re.fullmatch(f"[0-9]+{re.escape(UNFINISHED)}.*", path.name):
                 self._finish(path)

@@ -1,5 +1,6 @@
 """Command lines: absl flags, `--config.KEY=VALUE` overrides, and mistakes told in one line with exit code 2."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -9,6 +10,9 @@ import jax
 from absl import app, flags, logging
 
 from model.errors import UserError, closest
+
+# Faults of the machine that may show in any write: they are told in one line, like a user's mistake.
+MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 
 OVERRIDES = flags.DEFINE_multi_string("override", [], "KEY=VALUE in the config; written --config.KEY=VALUE.")
 
@@ -25,6 +29,11 @@ def run(main: Callable[[Sequence[str]], int | None]) -> None:
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except OSError as error:
+        if error.errno not in MACHINE:
+            raise
+        print(f"error: {error.filename or 'cannot write'}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:

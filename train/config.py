@@ -18,6 +18,7 @@ from model.contract import section
 from model.errors import UserError, choose
 from model.mixers import MIXERS
 from model.positions import POSITIONS
+from train.workdir import read_json
 
 CHOICES = ("model.mixers", "model.position", "data.task")
 
@@ -44,7 +45,7 @@ def load(spec: str, overrides: Iterable[tuple[str, str]] = ()) -> ConfigDict:
     return config.lock()
 
 
-def read(spec: str) -> ConfigDict:
+def read(spec: str) -> ConfigDict | dict[str, Any]:
     """Runs a config file's `get_config(argument)`, or reads a run's `config.json`."""
     path, _, argument = spec.partition(":")
     file = pathlib.Path(path)
@@ -52,10 +53,7 @@ def read(spec: str) -> ConfigDict:
         near = difflib.get_close_matches(path, [str(p) for p in pathlib.Path("configs").glob("*.py")], n=1)
         raise UserError(f"no config file {path!r}" + (f"; closest: {near[0]}" if near else ""))
     if file.suffix == ".json":
-        try:
-            return ConfigDict(tuples(json.loads(file.read_text())))
-        except ValueError as error:
-            raise UserError(f"config {path!r} is not JSON: {error}") from None
+        return tuples(read_json(file))
     module_spec = importlib.util.spec_from_file_location(file.stem, file)
     if module_spec is None:
         raise UserError(f"config {path!r} must be a .py file with get_config, or a .json file")

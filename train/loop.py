@@ -18,9 +18,10 @@ from ml_collections import ConfigDict
 from data import pipeline
 from model.errors import UserError
 from train import config as configs
-from train.checkpoint import Checkpoints, read_manifest, step_folder
+from train.checkpoint import Checkpoints
 from train.evaluate import evaluate, mean, scalars
 from train.log import MetricsLog, Progress
+from train.manifest import read_manifest, step_folder
 from train.revision import revision
 from train.run import Run, at_length, prepare
 from train.sharding import put_batch, replicated
@@ -46,13 +47,13 @@ def open_run(run: Run, folder: Path) -> dict[str, Any] | None:
     config, fingerprint = run.config, run.task.fingerprint(run.config.data.seed)
     file, data, result = folder / "config.json", folder / "data.json", folder / "result.json"
     if file.exists():
-        refuse_changes(configs.changes(ConfigDict(configs.tuples(read_json(file))), config), config, folder)
-    if data.exists() and read_json(data)["fingerprint"] != fingerprint:
+        refuse_changes(configs.changes(configs.tuples(read_json(file)), config), config, folder)
+    if data.exists() and read_json(data, fingerprint=str)["fingerprint"] != fingerprint:
         raise UserError(
             f"the data of task {run.task.name} has changed since {folder} was started; give another --workdir"
         )
     if result.exists():
-        done = read_json(result)
+        done = read_json(result, status=str, config_hash=str, steps=int)
         if done["status"] != "nonfinite" and done["config_hash"] == configs.digest(config):
             return done
         if jax.process_index() == 0:
@@ -85,7 +86,8 @@ def loop(
     if restored is not None:
         print(f"resumed at step {step}")
         noted = read_manifest(step_folder(checkpoints.directory, step))["extra"]
-        scores, clock.before = noted["scores"], noted["wall_s"]
+        scores, clock.before = noted.get("scores", {}), noted.get("wall_s", 0.0)
+    best = checkpoints.best_score()
     batches = stream(run, state)
     batch = put_batch(next(batches), run.mesh)
     reached = has_reached(scores, c)
@@ -105,6 +107,7 @@ def loop(
             at_eval = step == c.steps or (c.eval_every and step % c.eval_every == 0)
             at_save = step == c.steps or (c.checkpoint_every and step % c.checkpoint_every == 0)
             stop = stop_requested(step)
+            checkpoints.check()
             # Metrics are fetched a step late, so that the device always has the next step in hand,
             # except where this step's are needed at once.
             due = [pending, (step, sums)] if at_eval or at_save or stop else [pending]
@@ -125,7 +128,12 @@ def loop(
                 log.write(step, **scores)
                 progress.update(step, **{f"val {c.best}": scores[f"validation/{c.best}"]})
                 reached = has_reached(scores, c)
-            if at_save or stop or reached:
+            # A new best is saved wherever it is found, unless nothing is to be saved before the end.
+            at_best = at_eval and c.checkpoint_every and rank(scores, c.best) > best
+            if at_best:
+                best = rank(scores, c.best)
+            if at_save or at_best or stop or reached:
+                log.sync()  # on the disk before the step that vouches for it
                 save(checkpoints, step, state, scores if at_eval else {}, c.best, clock)
             if at_eval or at_save:
                 clock.pause()
@@ -206,10 +214,14 @@ def roll_back(run: Run, checkpoints: Checkpoints, state: RunState, step: int) ->
 
 
 def save(checkpoints: Checkpoints, step: int, state: RunState, scores: dict, best: str, clock: "Clock") -> None:
-    score = scores.get(f"validation/{best}")
-    if score is not None and best == "loss":
-        score = -score
+    score = rank(scores, best) if scores else None
     checkpoints.save(step, state, score, extra={"wall_s": clock.wall(), "scores": scores})
+
+
+def rank(scores: dict[str, float], best: str) -> float:
+    """The validation score by which steps are compared: higher is better."""
+    score = scores[f"validation/{best}"]
+    return -score if best == "loss" else score
 
 
 def finish(

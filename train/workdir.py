@@ -21,15 +21,20 @@ from model.errors import UserError
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Replaces a file at once: a kill at any moment leaves the old text or the new, never a part."""
+    """Replaces a file at once: a kill or a full disk at any moment leaves the old text or the new, never a part."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def sync_folder(path: Path) -> None:
@@ -45,13 +50,23 @@ def write_json(path: str | Path, obj: Any) -> None:
     write_text(path, json.dumps(obj, indent=1) + "\n")
 
 
-def read_json(path: str | Path) -> Any:
+def read_json(path: str | Path, **kinds: type) -> dict[str, Any]:
+    """The JSON object in a file, in which each of these keys must hold a value of its type."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is damaged: it holds {str(found)[:40]!r}, not an object")
+    for key, kind in kinds.items():
+        if not isinstance(found.get(key), kind):
+            what = (
+                f"{key!r} is {str(found[key])[:40]!r}, not a {kind.__name__}" if key in found else f"it has no {key!r}"
+            )
+            raise UserError(f"{path} is damaged: {what}")
+    return found
 
 
 @contextlib.contextmanager
@@ -85,8 +100,11 @@ def _lock(lock: int, path: str | Path) -> None:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
             raise
         logging.warning("workdir %s: its file system has no locks; a second run here is not refused", path)
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, f"pid {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+    except OSError as error:
+        raise UserError(f"cannot write to workdir {path}: {error.strerror}") from error
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ def position(folder: Path) -> dict[str, Any]:
     """Where a run is: its newest metrics line, and in `steps` how far it will go; empty at first."""
     try:
         newest = dict(json.loads(last_line(folder / "metrics.jsonl")))
-    except (ValueError, TypeError):  # none yet, or caught in the middle of a write
+    except (ValueError, TypeError, RecursionError):  # none yet, or caught in the middle of a write
         return {}
     return {"steps": (read_json(folder / "config.json") or {}).get("steps"), **newest}
 

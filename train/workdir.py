@@ -61,11 +61,10 @@ def read_json(path: str | Path, **kinds: type) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{path} is damaged: it holds {str(found)[:40]!r}, not an object")
     for key, kind in kinds.items():
-        if not isinstance(found.get(key), kind):
-            what = (
-                f"{key!r} is {str(found[key])[:40]!r}, not a {kind.__name__}" if key in found else f"it has no {key!r}"
-            )
-            raise UserError(f"{path} is damaged: {what}")
+        if key not in found:
+            raise UserError(f"{path} is damaged: it has no {key!r}")
+        if not isinstance(found[key], kind):
+            raise UserError(f"{path} is damaged: {key!r} is {str(found[key])[:40]!r}, not a {kind.__name__}")
     return found
 
 

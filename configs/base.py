@@ -108,7 +108,7 @@ class Base:
     eval_every: Whole = 200  # 0: only at the end
     eval_batches: Whole = 8  # batches per evaluation; 0: the whole split, where it is finite
     test_lengths: tuple[Length, ...] = ()  # also test at these lengths, after training
-    checkpoint_every: Whole = 200  # 0: only at the end
+    checkpoint_every: Whole = 200  # and at every new best; 0: only at the end
     keep: Count = 2  # newest checkpoints kept, besides the best
     best: Literal["accuracy", "loss"] = "accuracy"  # validation metric that names the best checkpoint
     target: Fraction = 0.0  # stop early once validation accuracy reaches this; 0: never

@@ -29,7 +29,8 @@ def get_config(argument: str = "") -> ConfigDict:
     c.data.task = arg.task
     c.data[arg.task] = choose("task", arg.task, TASKS)
     c.steps, c.batch_size = 1000, 64 if arg.task == "mqar" else 32
-    c.log_every, c.eval_every, c.checkpoint_every, c.eval_batches = 10, 50, 500, 8
+    c.log_every, c.eval_every, c.eval_batches = 10, 50, 8
+    c.checkpoint_every = 0  # a save at every new best would cost such short runs more than it could spare them
     c.target = 0.998
     c.model.update(attention=dict(n_heads=2))
     # Two thousand numbers of state a layer for each recurrence.

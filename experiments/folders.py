@@ -13,6 +13,7 @@ from typing import Any
 
 from experiments.runs import Run
 from model.errors import UserError
+from train import workdir
 
 
 def make(folder: Path) -> None:
@@ -35,7 +36,7 @@ def finished(folder: Path) -> bool:
 
 def strayed(folder: Path) -> bool:
     """Whether the result is of another config than was asked for: a config file was edited meanwhile."""
-    asked, result = read_json(folder / "run.json"), read_json(folder / "result.json")
+    asked, result = (read_json(folder / name, config_hash=str) for name in ("run.json", "result.json"))
     return bool(asked and result) and asked["config_hash"] != result["config_hash"]
 
 
@@ -64,14 +65,15 @@ def last_line(path: Path, size: int = 4096) -> str:
 def position(folder: Path) -> dict[str, Any]:
     """Where a run is: its newest metrics line, and in `steps` how far it will go; empty at first."""
     try:
-        newest = json.loads(last_line(folder / "metrics.jsonl"))
-    except json.JSONDecodeError:  # none yet, or caught in the middle of a write
+        newest = dict(json.loads(last_line(folder / "metrics.jsonl")))
+    except (ValueError, TypeError, RecursionError):  # none yet, or caught in the middle of a write
         return {}
     return {"steps": (read_json(folder / "config.json") or {}).get("steps"), **newest}
 
 
-def read_json(path: Path) -> dict | None:
-    return json.loads(path.read_text()) if path.exists() else None
+def read_json(path: Path, **kinds: type) -> dict | None:
+    """As `train.workdir.read_json`; None where there is no such file."""
+    return workdir.read_json(path, **kinds) if path.exists() else None
 
 
 def write_json(path: Path, value: dict) -> None:

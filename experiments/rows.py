@@ -40,10 +40,10 @@ def collect(out: Path) -> list[Row]:
 
 
 def row_of(folder: Path) -> Row:
-    asked = folders.read_json(folder / "run.json") or {"labels": {}, "overrides": {}}
-    row = folders.read_json(folder / "result.json")
+    asked = folders.read_json(folder / "run.json", labels=dict, overrides=dict) or {"labels": {}, "overrides": {}}
+    row = folders.read_json(folder / "result.json", status=str, metrics=dict)
     if row is None:
-        error = folders.read_json(folder / "failed.json")
+        error = folders.read_json(folder / "failed.json", error=str)
         row = {"status": "failed", "error": error["error"]} if error else {"status": "missing"}
         row |= {"seed": asked["overrides"].get("seed"), "metrics": {}}
     elif folders.strayed(folder):

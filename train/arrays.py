@@ -5,7 +5,11 @@ good, without the optimizer's moments, which are twice its size.
 """
 
 import asyncio
+import errno
+import functools
 import math
+import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from absl import logging
 from etils import epath
 
 State = Any  # a pytree of jax.Array, or of jax.ShapeDtypeStruct
@@ -34,7 +39,10 @@ def describe(flat: dict[str, Any]) -> dict[str, str]:
 
 
 def open_folder(folder: Path, flat: dict[str, Any]) -> None:
-    """Makes the folders that `write` fills. One host does, for all."""
+    """Makes the folders that `write` fills, if there is room for it. One host does, for all."""
+    need, free = sum(x.nbytes for x in flat.values()), shutil.disk_usage(folder.parent).free
+    if free < need:
+        raise OSError(errno.ENOSPC, f"it takes {need:,} bytes, and the disk has {free:,} left")
     folder.mkdir()
     for part, _ in _parts(flat):
         (folder / part).mkdir()
@@ -42,6 +50,7 @@ def open_folder(folder: Path, flat: dict[str, Any]) -> None:
 
 def write(folder: Path, flat: dict[str, Any]) -> list[Any]:
     """Begins to write this host's shards; returns once they are copied off the devices, with what is to be awaited."""
+    _hush()
     handler, loop = _handler(), asyncio.new_event_loop()
     try:
         return [
@@ -53,6 +62,18 @@ def write(folder: Path, flat: dict[str, Any]) -> list[Any]:
         ]
     finally:
         loop.close()
+
+
+def wait(writing: list[Any]) -> None:
+    """Returns once all is written; raises the first error, but only when nothing is being written any more."""
+    errors = []
+    for future in writing:
+        try:
+            future.result()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def merge(folder: Path) -> None:
@@ -74,6 +95,20 @@ def read(folder: Path, like: State, prefix: str = "") -> State:
         args = ocp.args.PyTreeRestore(leaves, restore_args=ocp.checkpoint_utils.construct_restore_args(leaves))
         arrays |= _handler().restore(epath.Path(folder / part), args=args)
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[path] for path in flat])
+
+
+@functools.cache
+def _hush() -> None:
+    """A write that fails is raised, to be told in one line: the layers below are not to print their stacks as well."""
+    logging.get_absl_logger().addFilter(lambda record: not (record.exc_info and "orbax" in record.pathname))
+    hook = sys.excepthook
+
+    def unless_late(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        # Orbax leaves its event loop at the first error; TensorStore then has nobody to tell of the others.
+        if not (kind is RuntimeError and str(error) == "Event loop is closed"):
+            hook(kind, error, trace)
+
+    sys.excepthook = unless_late
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:

@@ -11,6 +11,7 @@ step should and is none, is put aside under another name and reported.
 `Checkpoints` writes, and needs the folder to itself (see `train.workdir.open_workdir`).
 """
 
+import functools
 import itertools
 import json
 import math
@@ -23,13 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-import orbax.checkpoint as ocp
 from absl import logging
-from jax.experimental import multihost_utils
 
 from model.errors import UserError
-from train import arrays, manifest
+from train import arrays, hosts, manifest
 from train.arrays import State
 from train.manifest import MANIFEST, DamagedManifest, read_manifest, step_folder, step_of
 from train.workdir import sync_folder
@@ -49,7 +47,7 @@ def best_step(directory: str | Path) -> int | None:
     return _best(directory)[1]
 
 
-def _best(directory: str | Path) -> tuple[float | None, int | None]:
+def _best(directory: str | Path) -> tuple[float, int | None]:
     scores = []
     for step in steps(directory):
         try:
@@ -58,7 +56,7 @@ def _best(directory: str | Path) -> tuple[float | None, int | None]:
             continue
         if score is not None and not math.isnan(score):
             scores.append((score, step))
-    return max(scores, default=(None, None))
+    return max(scores, default=(-math.inf, None))
 
 
 def load(directory: str | Path, like: State, step: int) -> State:
@@ -81,19 +79,19 @@ def _load(directory: str | Path, like: State, step: int, prefix: str = "") -> St
         if step not in (committed := steps(directory)):
             raise UserError(f"no checkpoint of step {step} in {directory}; there: {committed or 'none'}")
 
-    _on_first_process(find)
+    hosts.agree(find)
     if found := _damage(folder, prefix):
         raise UserError(f"checkpoint {folder} is damaged: {found}")
-    _on_first_process(lambda: _check_fit(folder, like, prefix))
+    hosts.agree(lambda: _check_fit(folder, like, prefix))
     return arrays.read(folder, like, prefix)
 
 
 def _damage(folder: Path, below: str = "") -> str | None:
     """What is wrong with a step, every host having read its share of the files."""
-    host, hosts = jax.process_index(), jax.process_count()
-    if blind := _any_process(None if folder.is_dir() else f"process {host} of {hosts} does not see {folder}"):
+    host, n = jax.process_index(), jax.process_count()
+    if blind := _any_process(None if folder.is_dir() else f"process {host} of {n} does not see {folder}"):
         raise UserError(blind)
-    return _any_process(manifest.damage(folder, below, (host, hosts)))
+    return _any_process(manifest.damage(folder, below, (host, n)))
 
 
 def _check_fit(folder: Path, like: State, prefix: str = "") -> None:
@@ -119,7 +117,7 @@ class Checkpoints:
         self._keep = keep
         self._thread: threading.Thread | None = None
         self._error: UserError | None = None
-        _on_first_process(self._tidy)
+        hosts.agree(self._tidy)
 
     def steps(self) -> list[int]:
         return steps(self.directory)
@@ -127,9 +125,9 @@ class Checkpoints:
     def best_step(self) -> int | None:
         return best_step(self.directory)
 
-    def best_score(self) -> float | None:
-        """The score of the best step, None where no step has one."""
-        return _on_first_process(lambda: _best(self.directory)[0])
+    def best_score(self) -> float:
+        """The score of the best step, minus infinity where no step has one."""
+        return hosts.agree(lambda: _best(self.directory)[0])
 
     def save(self, step: int, state: State, score: float | None = None, extra: dict | None = None) -> None:
         """Begins a save; returns once the state is copied, so that the caller may donate it.
@@ -138,7 +136,7 @@ class Checkpoints:
         """
         self.wait()
         flat, folder = arrays.flatten(state), step_folder(self.directory, step)
-        if not _on_first_process(lambda: self._open(folder, flat)):
+        if not hosts.agree(lambda: self._open(folder, flat)):
             return
         record = {
             "step": int(step),
@@ -178,8 +176,7 @@ class Checkpoints:
         first, unfinished = jax.process_index() == 0, _unfinished(folder)
         try:
             try:
-                for file in writing:
-                    file.result()
+                arrays.wait(writing)
                 manifest.sign(unfinished, jax.process_index(), record if first else None)
             finally:
                 meet()  # a host that could not sign comes too, so that none waits for it
@@ -223,20 +220,22 @@ class Checkpoints:
         if step is not None:
             return step, load(self.directory, like, step)
         damaged: dict[Path, str] = {}
-        for step in reversed(_on_first_process(self.steps)):
+        for step in reversed(hosts.agree(self.steps)):
             folder = step_folder(self.directory, step)
             if found := _damage(folder):
                 damaged[folder] = found
                 continue
-            _on_first_process(lambda folder=folder: _check_fit(folder, like))
-            _on_first_process(
-                lambda: [self._put_aside(bad, "damaged", f"is damaged: {what}") for bad, what in damaged.items()]
-            )
+            hosts.agree(functools.partial(self._settle_on, folder, like, damaged))
             return step, arrays.read(folder, like)
         if damaged:  # left in place, so that the next start says so too instead of beginning anew
             found = "; ".join(f"{folder.name}: {what}" for folder, what in damaged.items())
             raise UserError(f"every checkpoint in {self.directory} is damaged ({found}); remove them to start anew")
         return None
+
+    def _settle_on(self, folder: Path, like: State, damaged: dict[Path, str]) -> None:
+        _check_fit(folder, like)
+        for newer, what in damaged.items():
+            self._put_aside(newer, "damaged", f"is damaged: {what}")
 
     def _put_aside(self, folder: Path, label: str, why: str) -> None:
         """Out of the way of retention, of readers and of the next save of this step, but kept for a look."""
@@ -248,6 +247,8 @@ class Checkpoints:
     def _tidy(self) -> None:
         """Ends what an earlier process began: commits what all its hosts have signed, removes what they have not."""
         self.directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(self.directory, os.W_OK):
+            raise UserError(f"cannot write checkpoints to {self.directory}: it is read-only")
         for path in sorted(path for path in self.directory.iterdir() if path.is_dir()):
             if re.fullmatch(f"[0-9]+{re.escape(UNFINISHED)}.*", path.name):
                 self._finish(path)
@@ -344,51 +345,15 @@ def _failure(folder: Path, error: Exception) -> UserError:
     return failure
 
 
-# What processes tell each other
-
 _saves = itertools.count()
 
 
 def _barrier() -> Callable[[], None]:
-    """Returns once every process has called it. Works in the background too, where collectives do not."""
-    key, day = f"checkpoint {next(_saves)}", 24 * 60 * 60
-    wait = ocp.multihost.get_barrier_sync_fn()
-    return lambda: wait(key=key, timeout_ms=1000 * day)
-
-
-def _on_first_process(compute: Callable[[], Any]) -> Any:
-    """Computes on the first process, which sees to the files for all; each gets the value or the error."""
-
-    def guarded() -> Any:
-        try:
-            return compute()
-        except OSError as error:
-            raise UserError(f"cannot use {error.filename or 'a file'}: {error.strerror or error}") from error
-
-    if jax.process_count() == 1:
-        return guarded()
-    answer = {}
-    if jax.process_index() == 0:
-        try:
-            answer = {"value": guarded()}
-        except UserError as error:
-            answer = {"error": str(error)}
-    encoded = np.frombuffer(json.dumps(answer).encode(), np.uint8)
-    text = np.zeros(int(multihost_utils.broadcast_one_to_all(np.int32(encoded.size))), np.uint8)
-    if jax.process_index() == 0:
-        text[:] = encoded
-    answer = json.loads(bytes(multihost_utils.broadcast_one_to_all(text)))
-    if "error" in answer:
-        raise UserError(answer["error"])
-    return answer["value"]
+    """Returns once every process has called it, in the background too."""
+    topic = f"checkpoint {next(_saves)} signed"
+    return lambda: hosts.gather(topic, None)
 
 
 def _any_process(text: str | None) -> str | None:
     """The text of the lowest process that has one, for all of them; None where none has."""
-    if jax.process_count() == 1:
-        return text
-    line = np.zeros(1000, np.uint8)
-    encoded = (text or "").encode()[: line.size]
-    line[: len(encoded)] = list(encoded)
-    said = [bytes(row).rstrip(b"\0").decode(errors="replace") for row in multihost_utils.process_allgather(line)]
-    return next((words for words in said if words), None)
+    return next(filter(None, hosts.gather("checkpoint", text)), None)

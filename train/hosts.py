@@ -97,9 +97,12 @@ def gather(topic: str, value: Any) -> list[Any]:
 
 
 def agree(compute: Callable[[], Any], topic: str = "decision") -> Any:
-    """Computes on the first process, which reads the files for all; each gets the value (of JSON) or the error."""
+    """Computes on the first process, which sees to the files for all; each gets the value (of JSON) or the error."""
     if the_line() is None:
-        return compute()
+        try:
+            return compute()
+        except OSError as error:
+            raise UserError(explain(error)) from error
     answer = None
     if the_line().rank == 0:
         try:

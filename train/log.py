@@ -2,7 +2,9 @@
 and a line of progress for whoever is watching.
 """
 
+import contextlib
 import json
+import os
 import sys
 import time
 from collections import deque
@@ -30,9 +32,9 @@ def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
     for number, line in enumerate(lines, start=1):
         try:
             event = json.loads(line)
-            if not isinstance(event, dict) or "step" not in event:
+            if not isinstance(event, dict) or type(event.get("step")) is not int:
                 raise ValueError("no step")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines):
                 break
             raise UserError(f"{path} line {number} is not an event: {error}") from error
@@ -62,21 +64,42 @@ class MetricsLog:
 
     def _open(self, resume_step: int | None) -> None:
         path, kept = self._path, []
-        if resume_step is not None and path.exists():
-            kept = [line + "\n" for line, event in _lines(path) if event["step"] <= resume_step]
-        write_text(path, "".join(kept))
-        # Unbuffered: a line is one write, in the file as soon as it is logged.
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        try:
+            if resume_step is not None and path.exists():
+                kept = [line + "\n" for line, event in _lines(path) if event["step"] <= resume_step]
+            write_text(path, "".join(kept))
+            # Unbuffered: a line is in the file as soon as it is logged.
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise UserError(f"cannot open {path}: {error.strerror}") from error
         if self._tensorboard:
             self._events = _TensorBoard(path.parent / "tensorboard", 0 if resume_step is None else resume_step + 1)
 
     def write(self, step: int, **values: Any) -> None:
+        """Logs an event, all of it or, where the disk is full, nothing and an error."""
         if self._file is None:
             return
         line = json.dumps({"step": int(step), **values}, default=_plain)
-        self._file.write(line.encode() + b"\n")
-        if self._events is not None:
-            self._events.write(int(step), json.loads(line))
+        whole = os.fstat(self._file.fileno()).st_size
+        try:
+            rest = line.encode() + b"\n"
+            while rest:  # the system may take a part of what it is given
+                rest = rest[self._file.write(rest) :]
+            if self._events is not None:
+                self._events.write(int(step), json.loads(line))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(whole)
+            raise UserError(f"cannot write {self._path}: {error.strerror}") from error
+
+    def sync(self) -> None:
+        """Returns once what was logged would survive a power cut."""
+        if self._file is None:
+            return
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise UserError(f"cannot write {self._path}: {error.strerror}") from error
 
     def rewind(self, step: int) -> None:
         """Forgets what came after a step that the run has gone back to."""

@@ -21,10 +21,11 @@ from data import pipeline
 from model.errors import UserError, out_of_memory
 from train import config as configs
 from train import hosts
-from train.checkpoint import Checkpoints, read_manifest, step_folder
+from train.checkpoint import Checkpoints
 from train.evaluate import evaluate, mean, scalars
 from train.feed import Feed
 from train.log import MetricsLog, Progress
+from train.manifest import read_manifest, step_folder
 from train.revision import revision, source_digest
 from train.run import Run, at_length, prepare
 from train.sharding import replicated
@@ -56,12 +57,12 @@ def open_run(run: Run, folder: Path) -> dict[str, Any] | None:
     def check() -> dict[str, Any] | None:
         file, data, result = folder / "config.json", folder / "data.json", folder / "result.json"
         if file.exists():
-            refuse_changes(configs.changes(ConfigDict(configs.tuples(read_json(file))), config), config, folder)
-        if data.exists() and read_json(data)["fingerprint"] != fingerprint:
+            refuse_changes(configs.changes(configs.tuples(read_json(file)), config), config, folder)
+        if data.exists() and read_json(data, fingerprint=str)["fingerprint"] != fingerprint:
             raise UserError(
                 f"the data of task {run.task.name} has changed since {folder} was started; give another --workdir"
             )
-        done = read_json(result) if result.exists() else None
+        done = read_json(result, status=str, config_hash=str, steps=int) if result.exists() else None
         over = done is not None and done["status"] != "nonfinite" and done["config_hash"] == configs.digest(config)
         return done if over else None
 
@@ -86,9 +87,10 @@ def sign_run(run: Run, folder: Path, step: int) -> list[dict[str, Any]]:
     def sign() -> list[dict[str, Any]]:
         file, changes, result = folder / "config.json", folder / "changes.json", folder / "result.json"
         before = configs.flatten(configs.tuples(read_json(file))) if file.exists() else {}
-        noted = configs.noted(read_json(changes) if changes.exists() else [], before, configs.flatten(run.config), step)
+        made = read_json(changes, changes=list)["changes"] if changes.exists() else []
+        noted = configs.noted(made, before, configs.flatten(run.config), step)
         result.unlink(missing_ok=True)
-        write_json(changes, noted)  # before the config: written again if the config is not
+        write_json(changes, {"changes": noted})  # before the config: written again if the config is not
         write_json(file, run.config.to_dict())
         write_json(
             folder / "data.json", {"task": run.task.name, "fingerprint": run.task.fingerprint(run.config.data.seed)}
@@ -108,9 +110,10 @@ def loop(
     if restored is not None:
         print(f"resumed at step {step}")
         noted = read_manifest(step_folder(checkpoints.directory, step))["extra"]
-        scores = noted["scores"]
-        clock.resume(noted["wall_s"], noted.get("data_wait_s", 0.0))
+        scores = noted.get("scores", {})
+        clock.resume(noted.get("wall_s", 0.0), noted.get("data_wait_s", 0.0))
     changes = sign_run(run, folder, step)
+    best = checkpoints.best_score()
     reached = has_reached(scores, c)
     status, pending, untested = "finished", None, {}
 
@@ -130,6 +133,7 @@ def loop(
             at_eval = step == c.steps or (c.eval_every and step % c.eval_every == 0)
             at_save = step == c.steps or (c.checkpoint_every and step % c.checkpoint_every == 0)
             stop = stop_requested(step)
+            checkpoints.check()
             # Metrics are fetched a step late, so that the device always has the next step in hand,
             # except where this step's are needed at once.
             due = [pending, (step, sums)] if at_eval or at_save or stop else [pending]
@@ -150,7 +154,12 @@ def loop(
                 log.write(step, **scores)
                 progress.update(step, **{f"val {c.best}": scores[f"validation/{c.best}"]})
                 reached = has_reached(scores, c)
-            if at_save or stop or reached:
+            # A new best is saved wherever it is found, unless nothing is to be saved before the end.
+            at_best = at_eval and c.checkpoint_every and rank(scores, c.best) > best
+            if at_best:
+                best = rank(scores, c.best)
+            if at_save or at_best or stop or reached:
+                log.sync()  # on the disk before the step that vouches for it
                 save(checkpoints, step, state, scores if at_eval else {}, c.best, clock)
             if at_eval or at_save:
                 clock.pause()
@@ -231,10 +240,14 @@ def roll_back(run: Run, checkpoints: Checkpoints, state: RunState, step: int) ->
 
 
 def save(checkpoints: Checkpoints, step: int, state: RunState, scores: dict, best: str, clock: "Clock") -> None:
-    score = scores.get(f"validation/{best}")
-    if score is not None and best == "loss":
-        score = -score
+    score = rank(scores, best) if scores else None
     checkpoints.save(step, state, score, extra={"wall_s": clock.wall(), "data_wait_s": clock.waited, "scores": scores})
+
+
+def rank(scores: dict[str, float], best: str) -> float:
+    """The validation score by which steps are compared: higher is better."""
+    score = scores[f"validation/{best}"]
+    return -score if best == "loss" else score
 
 
 def finish(

@@ -166,7 +166,7 @@ def _files(folder: Path) -> list[str]:
 
 
 def _writer(name: str) -> int:
-    """Whose file it is, by its name: Orbax's `ocdbt.process_3/...` and `array_metadatas/process_3`, our `signed.3.json`.
+    """Whose file it is, by its name: Orbax's `ocdbt.process_3/...` and `array_metadatas/process_3`, `signed.3.json`.
 
     What bears no host's number is the first one's.
     """

@@ -24,7 +24,7 @@ class RunState:
     params: Any
     opt_state: Any
     data_offset: jax.Array  # int32, batches skipped by roll-backs
-    nonfinite: jax.Array  # int32, steps whose loss or gradient was not finite
+    nonfinite: jax.Array  # int32, steps whose loss, gradient or update was not finite
     rollbacks: jax.Array  # int32, returns to an earlier checkpoint
 
 
@@ -62,7 +62,8 @@ def train_step(
 ) -> Callable[[RunState, Batch], tuple[RunState, Sums]]:
     """The update. Randomness is a function of (seed, step), so nothing random is carried.
 
-    An update that is not finite is counted and not applied, so that the state is good whatever the loop does next.
+    An update that is not finite, or would leave a state that is not, is counted and not applied, so that the state is
+    good whatever the loop does next.
     """
 
     def gradient(params, batch, rng, count):
@@ -82,7 +83,7 @@ def train_step(
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         grad_norm = optax.global_norm(grads)
-        finite = jnp.isfinite(sums["loss"][0]) & jnp.isfinite(grad_norm)
+        finite = jnp.isfinite(sums["loss"][0]) & jnp.isfinite(grad_norm) & all_finite((params, opt_state))
         params, opt_state = jax.tree.map(
             lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
         )
@@ -95,6 +96,12 @@ def train_step(
         return state, sums
 
     return step
+
+
+def all_finite(tree: Any) -> jax.Array:
+    """Whether every number in a tree is finite."""
+    floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.all(jnp.stack([jnp.isfinite(x).all() for x in floats]))
 
 
 def accumulated(gradient, params, batch, rng, count, n):

@@ -21,15 +21,20 @@ from train import hosts
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Replaces a file at once: a kill at any moment leaves the old text or the new, never a part."""
+    """Replaces a file at once: a kill or a full disk at any moment leaves the old text or the new, never a part."""
     path = Path(path)
     temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_folder(path.parent)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
 def sync_folder(path: Path) -> None:
@@ -45,13 +50,22 @@ def write_json(path: str | Path, obj: Any) -> None:
     write_text(path, json.dumps(obj, indent=1) + "\n")
 
 
-def read_json(path: str | Path) -> Any:
+def read_json(path: str | Path, **kinds: type) -> dict[str, Any]:
+    """The JSON object in a file, in which each of these keys must hold a value of its type."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is damaged: it holds {str(found)[:40]!r}, not an object")
+    for key, kind in kinds.items():
+        if key not in found:
+            raise UserError(f"{path} is damaged: it has no {key!r}")
+        if not isinstance(found[key], kind):
+            raise UserError(f"{path} is damaged: {key!r} is {str(found[key])[:40]!r}, not a {kind.__name__}")
+    return found
 
 
 @contextlib.contextmanager
@@ -109,9 +123,12 @@ def _lock(lock: int, path: str | Path) -> str:
             raise
         logging.warning("workdir %s: its file system has no locks; a second run here is not refused", path)
     owner = f"pid {os.getpid()} on {socket.gethostname()}\n"
-    os.ftruncate(lock, 0)
-    os.pwrite(lock, owner.encode(), 0)
-    os.fsync(lock)
+    try:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, owner.encode(), 0)
+        os.fsync(lock)
+    except OSError as error:
+        raise UserError(f"cannot write to workdir {path}: {error.strerror}") from error
     return owner
 
 

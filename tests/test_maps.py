@@ -28,7 +28,7 @@ from model.mixers import MIXERS
 from tests.processes import fork
 from train import config as configs
 from train.checkpoint import Checkpoints
-from train.loop import open_run
+from train.loop import sign_run
 from train.run import prepare
 from train.workdir import open_workdir
 
@@ -284,7 +284,7 @@ def initialised(tmp_path_factory, arch: str, **overrides) -> Path:
     changes = [(key, str(value)) for key, value in (FEW | overrides).items()]
     run = prepare(configs.load(f"{ROOT}/configs/debug.py:arch={arch}", changes))
     with open_workdir(tmp_path_factory.mktemp("runs") / arch) as folder:
-        open_run(run, folder)
+        sign_run(run, folder, 0)
         with Checkpoints(folder / "checkpoints", keep=1) as checkpoints:
             checkpoints.save(0, run.init())
     return folder

@@ -41,3 +41,12 @@ def quick_draws(monkeypatch):
     from tests.draws import HASH
 
     monkeypatch.setattr(jax.random, "key", functools.partial(jax.random.key, impl=HASH))
+
+
+@pytest.fixture
+def cuda_here(monkeypatch):
+    """As if programs were made on a machine with cuDNN and the GPU that they are made for."""
+    from tests import meshes
+
+    with meshes.cuda_here(monkeypatch):
+        yield

@@ -196,8 +196,20 @@ def test_on_a_tpu_the_choice_is_what_splash_can_serve():
 def test_dense_or_tiles_by_what_one_device_holds():
     assert picked(n=1024) == "xla" and picked(n=4096) == "tiled"
     assert picked(n=256, batch=64) == "xla" and picked(n=1024, batch=64) == "tiled"
-    for sizes in (dict(data=16), dict(fsdp=4, tensor=4), dict(data=4, sequence=4), dict(sequence=16)):
-        assert picked(sizes=sizes, n=1024, batch=64) == "xla"
+    for chip in ("cpu", "gpu", "tpu"):
+        assert picked(chip, n=1024, batch=64, bias=ALIBI) == "tiled"
+        for sizes in (dict(data=16), dict(fsdp=4, tensor=4), dict(data=4, sequence=4), dict(sequence=16)):
+            assert picked(chip, sizes, n=1024, batch=64, bias=ALIBI) == "xla"
+
+
+@pytest.mark.quick
+def test_a_tile_of_many_rows_and_heads_is_no_larger(monkeypatch):
+    monkeypatch.undo()
+    for chip, most in (("cpu", 2**21), ("gpu", 2**25)):
+        for batch in (1, 8, 64, 512):
+            with meshes.in_force(meshes.mesh_of(chip)):
+                l, m = tiled_attention.tile_shape(call(n=4096, batch=batch)[1])
+            assert batch * 4 * l * m <= most
 
 
 @pytest.mark.quick

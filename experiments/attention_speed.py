@@ -52,8 +52,8 @@ def ours(setting: Setting, implementation: str) -> Contender:
     options = {
         "causal": lambda: {},
         "window": lambda: dict(window=WINDOW),
-        "alibi": lambda: dict(bias=Bias(slopes, alibi_bias)),
-        "t5": lambda table: dict(bias=Bias(table, T5Bias(32, 128, causal=True))),
+        "alibi": lambda: dict(bias=Bias(slopes, alibi_bias, ("heads",))),
+        "t5": lambda table: dict(bias=Bias(table, T5Bias(32, 128, causal=True), (None, "heads"))),
         "soft cap": lambda: dict(soft_cap=SOFT_CAP),
         "sinks": lambda sinks: dict(sinks=sinks),
     }[setting["case"]]

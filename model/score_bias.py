@@ -7,7 +7,7 @@ declares the parameters. A key that the query does not see has a finite value to
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -46,7 +46,8 @@ class ALiBi(Position):
     needs_attention: ClassVar[bool] = True
 
     def bias(self, n_heads: int, causal: bool) -> Bias:
-        return Bias(params=jnp.asarray(alibi_slopes(n_heads), wide(self.dtype)), fn=alibi_bias)
+        slopes = jnp.asarray(alibi_slopes(n_heads), wide(self.dtype))
+        return Bias(params=slopes, fn=alibi_bias, axes=("heads",))
 
 
 def bucket_edges(buckets: int, max_distance: int) -> list[int]:
@@ -130,9 +131,10 @@ class T5(Position):
     @nn.compact
     def bias(self, n_heads: int, causal: bool) -> Bias:
         self.check(head_dim=0)
-        init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (None, "heads"))
+        axes = (None, "heads")
+        init = nn.with_logical_partitioning(nn.initializers.normal(0.02), axes)
         table = self.param("table", init, (self.buckets, n_heads), wide(self.dtype))
-        return Bias(params=table, fn=T5Bias(self.buckets, self.max_distance, causal))
+        return Bias(params=table, fn=T5Bias(self.buckets, self.max_distance, causal), axes=axes)
 
 
 def kerple_log(r: dict[str, jax.Array], q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
@@ -180,7 +182,7 @@ class Kerple(Position):
             name: self.param(name, nn.with_logical_partitioning(init, ("heads",)), (n_heads,), wide(self.dtype))
             for name, init in KERPLE_INITS[self.variant].items()
         }
-        return Bias(params=params, fn=KERPLES[self.variant])
+        return Bias(params=params, fn=KERPLES[self.variant], axes=dict.fromkeys(params, ("heads",)))
 
 
 def fire_input(c: jax.Array, threshold: jax.Array, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
@@ -223,15 +225,16 @@ class FIRE(Position):
         def uniform(bound: float):
             return lambda key, shape, dtype: jax.random.uniform(key, shape, dtype, -bound, bound)
 
-        def param(name: str, init: Any, shape: tuple[int, ...] = (), axes: tuple[str | None, ...] = ()):
-            return self.param(name, nn.with_logical_partitioning(init, axes), shape, wide(self.dtype))
-
-        constant = nn.initializers.constant
-        params = {
-            "log_c": param("log_c", constant(math.log(self.c))),
-            "log_L": param("log_L", constant(math.log(self.threshold))),
-            "hidden": param("hidden", uniform(1.0), (self.width,), (None,)),
-            "hidden_bias": param("hidden_bias", uniform(1.0), (self.width,), (None,)),
-            "out": param("out", uniform(self.width**-0.5), (self.width, n_heads), (None, "heads")),
+        constant, W = nn.initializers.constant, self.width
+        made = {  # initializer, shape, logical axes
+            "log_c": (constant(math.log(self.c)), (), ()),
+            "log_L": (constant(math.log(self.threshold)), (), ()),
+            "hidden": (uniform(1.0), (W,), (None,)),
+            "hidden_bias": (uniform(1.0), (W,), (None,)),
+            "out": (uniform(W**-0.5), (W, n_heads), (None, "heads")),
         }
-        return Bias(params=params, fn=fire_bias)
+        params = {
+            name: self.param(name, nn.with_logical_partitioning(init, axes), shape, wide(self.dtype))
+            for name, (init, shape, axes) in made.items()
+        }
+        return Bias(params=params, fn=fire_bias, axes={name: axes for name, (_, _, axes) in made.items()})

@@ -10,10 +10,11 @@ import pytest
 from experiments import attention_speed, speed
 from model.errors import UserError
 from model.ops import attention as op
-from model.ops import tiled_attention
+from model.ops import sharing, tiled_attention
 from model.ops.attention import Bias, attention
 from model.ops.dense_attention import reference
 from model.ops.fused_attention import splash
+from tests import meshes
 
 B, L, H, G, K = 2, 100, 4, 2, 8
 SEGMENTS = np.asarray([[1] * 30 + [2] * 50 + [0] * 20, [3] * 100])
@@ -74,7 +75,7 @@ def run(values, call, implementation, dtype):
             **place,
             **options,
             **{name: values[name] for name, used in uses.items() if used},
-            bias=Bias(values["bias"], slope) if biased else None,
+            bias=Bias(values["bias"], slope, ("heads",)) if biased else None,
             with_lse=True,
             implementation=implementation,
         )
@@ -117,29 +118,98 @@ def test_narrow_dtypes_stay_close(name):
 # Which implementation serves
 
 
-def call(n=64, dtype=jnp.float32, head_dim=64, **options):
-    q, k = jnp.zeros((1, n, 4, head_dim), dtype), jnp.zeros((1, n, 2, head_dim), dtype)
-    form, o, contiguous = op.prepare(q, k, k, **options)
-    return o, op.features(form, o, contiguous, with_lse=False)
+def call(n=64, dtype=jnp.float32, head_dim=64, batch=1, value_dim=None, **options):
+    """What one device is asked for."""
+    q, k, v = (
+        jax.ShapeDtypeStruct((batch, n, heads, dim), dtype)
+        for heads, dim in ((4, head_dim), (2, head_dim), (2, value_dim or head_dim))
+    )
+    made = []
+
+    def trace(q, k, v):
+        form, o = op.prepare(q, k, v, **options)
+        bias = options.get("bias")
+        made.append(sharing.share(form, o, None if bias is None else bias.axes))
+        return q
+
+    jax.eval_shape(trace, q, k, v)
+    return made[0].form, made[0].seen
 
 
-def picked(*args, **options):
-    chosen = op.pick(None, *call(*args, **options))
+def picked(chip="cpu", sizes=None, with_lse=False, **options):
+    with meshes.in_force(meshes.mesh_of(chip, **(sizes or {}))):
+        chosen = op.pick(None, *call(**options), with_lse)
     return next(name for name, can in op.IMPLEMENTATIONS.items() if can is chosen)
 
 
+ALIBI = Bias(jnp.ones(4), slope, ("heads",))
+HALF = dict(dtype=jnp.bfloat16)
+PACKED = dict(q_segments=jnp.ones((1, 4096), jnp.int32), k_segments=jnp.ones((1, 4096), jnp.int32))
+
+
 @pytest.mark.quick
-def test_the_choice_follows_platform_dtype_length_and_features(monkeypatch):
-    assert picked() == "xla" and picked(n=4096) == "tiled"
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    half = dict(dtype=jnp.bfloat16)
-    assert picked(**half) == picked(n=32_768, **half) == picked(n=4096, window=100, **half) == "cudnn"
-    assert picked(n=4096) == picked(n=4096, soft_cap=5.0, **half) == picked(n=4096, head_dim=256, **half) == "tiled"
-    assert picked(n=4096, k_segments=jnp.ones((1, 4096)), q_segments=jnp.ones((1, 4096)), **half) == "tiled"
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
-    wide_heads = dict(n=4096, head_dim=128)
-    assert picked(**wide_heads) == picked(soft_cap=5.0, **wide_heads) == "splash"
-    assert picked(sinks=jnp.zeros(4), **wide_heads) == picked(n=4096, head_dim=64) == "tiled"
+def test_on_a_gpu_the_choice_is_what_cudnn_can_serve():
+    assert {picked("gpu", n=n, **HALF) for n in (64, 4096, 32_768)} == {"cudnn"}
+    assert picked("gpu", n=4096, window=100, **HALF) == picked("gpu", n=4096, causal=False, **HALF) == "cudnn"
+    # A window on both sides is not served, though a window is, and both directions are.
+    assert picked("gpu", n=4096, window=100, causal=False, **HALF) == "tiled"
+    lacked = [
+        dict(soft_cap=5.0),
+        dict(bias=ALIBI),
+        dict(sinks=jnp.zeros(4)),
+        dict(prefix=3),
+        PACKED,
+        dict(value_dim=32),
+    ]
+    assert {picked("gpu", n=4096, **HALF, **options) for options in lacked} == {"tiled"}
+    assert picked("gpu", n=4096, with_lse=True, **HALF) == picked("gpu", n=4096) == "tiled"
+    # Of GPUs: none before Ampere, none of AMD's, and wide heads from Hopper on.
+    assert {chip: picked(chip, n=4096, **HALF) for chip in ("gpu", "ampere", "volta", "amd")} == dict(
+        gpu="cudnn", ampere="cudnn", volta="tiled", amd="tiled"
+    )
+    assert {chip: picked(chip, n=4096, head_dim=256, **HALF) for chip in ("gpu", "ampere")} == dict(
+        gpu="cudnn", ampere="tiled"
+    )
+    # Devices that share the length exchange it for heads; four heads are not enough for eight of them.
+    assert picked("gpu", dict(sequence=4), n=4096, **HALF) == "cudnn"
+    assert picked("gpu", dict(sequence=8), n=4096, batch=8, **HALF) == "tiled"
+    assert picked("gpu", dict(sequence=8), n=4096, causal=False, **HALF) == "cudnn"  # where a query stands is nothing
+
+
+@pytest.mark.quick
+def test_without_cudnn_programs_for_gpus_are_made_without_it():
+    assert picked("gpu", n=4096, **HALF) == "tiled"
+
+
+@pytest.mark.quick
+def test_on_a_tpu_the_choice_is_what_splash_can_serve():
+    served = [{}, dict(soft_cap=5.0), dict(window=7, causal=False), dict(value_dim=64), HALF, PACKED]
+    for head_dim in (64, 128, 256):
+        assert {picked("tpu", n=4096, head_dim=head_dim, **options) for options in served} == {"splash"}
+    lacked = [dict(sinks=jnp.zeros(4)), dict(bias=ALIBI), dict(prefix=3), dict(head_dim=20), dict(dtype=jnp.float16)]
+    assert {picked("tpu", n=4096, **options) for options in lacked} == {"tiled"}
+    assert picked("tpu", n=4100) == "tiled" and picked("tpu", n=100) == "xla"
+    assert picked("tpu", dict(sequence=8), n=4096) == "splash" and picked("tpu", dict(sequence=8), n=512) == "xla"
+
+
+@pytest.mark.quick
+def test_dense_or_tiles_by_what_one_device_holds():
+    assert picked(n=1024) == "xla" and picked(n=4096) == "tiled"
+    assert picked(n=256, batch=64) == "xla" and picked(n=1024, batch=64) == "tiled"
+    for chip in ("cpu", "gpu", "tpu"):
+        assert picked(chip, n=1024, batch=64, bias=ALIBI) == "tiled"
+        for sizes in (dict(data=16), dict(fsdp=4, tensor=4), dict(data=4, sequence=4), dict(sequence=16)):
+            assert picked(chip, sizes, n=1024, batch=64, bias=ALIBI) == "xla"
+
+
+@pytest.mark.quick
+def test_a_tile_of_many_rows_and_heads_is_no_larger(monkeypatch):
+    monkeypatch.undo()
+    for chip, most in (("cpu", 2**21), ("gpu", 2**25)):
+        for batch in (1, 8, 64, 512):
+            with meshes.in_force(meshes.mesh_of(chip)):
+                l, m = tiled_attention.tile_shape(call(n=4096, batch=batch)[1])
+            assert batch * 4 * l * m <= most
 
 
 @pytest.mark.quick
@@ -149,16 +219,25 @@ def test_a_kernel_asked_for_by_name_says_what_it_lacks():
         UserError, match=r"'cudnn' cannot serve soft-capped scores; the platform cpu .*float32.*choose from xla, "
     ):
         attention(q, q, q, soft_cap=3.0, implementation="cudnn")
-    with pytest.raises(UserError, match=r"'splash' cannot serve attention sinks; the platform cpu.*head dim of 8"):
+    with pytest.raises(UserError, match=r"'cudnn' cannot serve a window on the distance with no causal mask; the"):
+        attention(q, q, q, window=3, causal=False, implementation="cudnn")
+    with pytest.raises(UserError, match=r"'splash' cannot serve attention sinks; the platform cpu.*lengths 8 and 8"):
         attention(q, q, q, sinks=jnp.zeros(2), implementation="splash")
     with pytest.raises(UserError, match=r"unknown attention implementation 'tile'.*closest: tiled"):
         attention(q, q, q, implementation="tile")
+    with (
+        meshes.in_force(meshes.mesh_of("volta")),
+        pytest.raises(UserError, match=r"the platform gpu of compute capability 7.0 \(it runs on gpu from 8.0\)"),
+    ):
+        attention(q, q, q, implementation="cudnn")
 
 
 @pytest.mark.quick
 def test_the_support_matrix_is_what_the_choice_reads():
     table = op.support_matrix()
     assert table["a position bias"] == dict(splash="-", cudnn="-", xla="yes", tiled="yes", reference="yes")
+    both = table["a window on the distance with no causal mask"]
+    assert both == dict(splash="yes", cudnn="-", xla="yes", tiled="yes", reference="yes")
     assert set(table["platform"]) == set(op.IMPLEMENTATIONS)
 
 
@@ -166,17 +245,31 @@ def test_the_support_matrix_is_what_the_choice_reads():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"causal": False}, {"window": 50}, {"soft_cap": 2.0}, {"packed": True}], ids=str
+    "options",
+    [
+        {},
+        {"causal": False, "head_dim": 128},
+        {"window": 50, "head_dim": 24},
+        {"window": 50, "causal": False},
+        {"soft_cap": 2.0, "value_dim": 32},
+        {"packed": True},
+        {"packed": True, "causal": False},
+    ],
+    ids=str,
 )
 def test_splash_is_the_same_function(options):
     rng = np.random.default_rng(0)
     options = dict(options)
-    n, packed = 128, options.pop("packed", False)
-    segments = jnp.asarray([[1] * 60 + [2] * 40 + [0] * 28]) if packed else None
-    q, k, v, weight = (jnp.asarray(rng.normal(size=(1, n, h, 128)), jnp.float32) for h in (4, 2, 2, 4))
+    n, packed, dim = 128, options.pop("packed", False), options.pop("head_dim", 64)
+    value_dim, places = options.pop("value_dim", dim), {}
+    if packed:  # and a document that only queries have, which see nothing
+        places = dict(q_segments=jnp.asarray([[1] * 60 + [2] * 40 + [3] * 8 + [0] * 20]))
+        places["k_segments"] = jnp.where(places["q_segments"] == 3, 0, places["q_segments"])
+    sizes = ((4, dim), (2, dim), (2, value_dim), (4, value_dim))
+    q, k, v, weight = (jnp.asarray(rng.normal(size=(1, n, *size)), jnp.float32) for size in sizes)
 
     def objective(q, k, v, run):
-        form, o, _ = op.prepare(q, k, v, q_segments=segments, k_segments=segments, **options)
+        form, o = op.prepare(q, k, v, **places, **options)
         y = run(form, o)[0].reshape(weight.shape)
         return jnp.sum(y * weight), y
 
@@ -195,7 +288,7 @@ def test_splash_is_the_same_function(options):
 def test_the_tiled_gradient_needs_a_twentieth_of_the_memory(extra, monkeypatch):
     monkeypatch.undo()  # the real tiles
     n, extra = 16_384, dict(extra)
-    bias = Bias(jnp.ones(8), slope) if extra.pop("bias", False) else None
+    bias = Bias(jnp.ones(8), slope, ("heads",)) if extra.pop("bias", False) else None
     sinks = jnp.zeros(8) if extra.pop("sinks", False) else None
     q = jax.ShapeDtypeStruct((1, n, 8, 64), jnp.float32)
 
@@ -212,8 +305,8 @@ def test_the_tiled_gradient_needs_a_twentieth_of_the_memory(extra, monkeypatch):
 @pytest.mark.quick
 def test_work_is_proportional_to_what_is_seen():
     def pairs(n, **options):
-        form, _, contiguous = op.prepare(*(jnp.zeros((1, n, 1, 1)),) * 3, **options)
-        return len(tiled_attention.candidates(form, n // 64, n // 64, 64, 64, contiguous))
+        form, _ = op.prepare(*(jnp.zeros((1, n, 1, 1)),) * 3, **options)
+        return len(tiled_attention.candidates(form, n // 64, n // 64, 64, 64))
 
     assert pairs(4096) == 64 * 65 / 2 and pairs(4096, causal=False) == 64 * 64
     assert pairs(8192, window=128) < 2.1 * pairs(4096, window=128) < 2.1 * 3 * 64
@@ -221,8 +314,8 @@ def test_work_is_proportional_to_what_is_seen():
     segments = jnp.repeat(jnp.arange(1, 9), 64)[None]
     positions = jnp.tile(jnp.arange(64), 8)[None]
     places = dict(q_positions=positions, k_positions=positions, q_segments=segments, k_segments=segments)
-    form, o, _ = op.prepare(*(jnp.zeros((1, 512, 1, 1)),) * 3, **places)
-    every = tiled_attention.Pairs(tiled_attention.candidates(form, 8, 8, 64, 64, False), True)
+    form, o = op.prepare(*(jnp.zeros((1, 512, 1, 1)),) * 3, **places)
+    every = tiled_attention.Pairs(tiled_attention.candidates(form, 8, 8, 64, 64), True)
     needed = tiled_attention.needed(form, tiled_attention.cut(o, (64, 64)), every)
     np.testing.assert_array_equal(np.asarray(needed).reshape(8, 8), np.eye(8, dtype=bool))
 

@@ -1,5 +1,6 @@
 """Mamba-2's GPU kernels, interpreted, against the loop that defines them; and that they can be compiled for a GPU."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -76,7 +77,8 @@ def test_devices_keep_their_rows_and_heads(groups):
         return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.sin(h))
 
     def on_mesh(arrays):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        rules = (("batch", "data"), ("inner", "tensor"))
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(rules):
             return jax.value_and_grad(objective)(arrays)
 
     step = jax.jit(on_mesh).lower(placed).compile()

@@ -6,13 +6,17 @@ prefix allow it. `implementation` is speed, never meaning: `None` takes the best
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from model import placement
+from model.contract import wide
 from model.errors import UserError, choose
+from model.ops import sharing
 from model.ops.dense_attention import reference, weights_and_lse, xla
 from model.ops.fused_attention import cudnn, splash
 from model.ops.scores import Bias, Form, Operands
@@ -24,6 +28,7 @@ FEATURES = {
     "both ways": "no causal mask",
     "segments": "packed documents or padding",
     "positions": "positions other than 0, 1, 2, ... (a cache)",
+    "stretch": "a device's own stretch of the queries",
     "bias": "a position bias",
     "soft cap": "soft-capped scores",
     "sinks": "attention sinks",
@@ -34,47 +39,63 @@ FEATURES = {
 
 
 @dataclasses.dataclass(frozen=True)
+class Chip:
+    """What a kernel runs on."""
+
+    platform: str
+    head_dim: int  # the largest it takes there
+    capability: tuple[int, int] = (0, 0)  # of an NVIDIA GPU, at least
+
+    def __str__(self) -> str:
+        return f"{self.platform} from {'.'.join(map(str, self.capability))}" if any(self.capability) else self.platform
+
+    def meant(self) -> bool:
+        """Whether programs are made for it."""
+        return self.platform == placement.platform() and self.capability <= placement.capability()
+
+
+@dataclasses.dataclass(frozen=True)
 class Implementation:
     """A way to compute attention and what it can serve."""
 
-    run: Callable[[Form, Operands, bool], tuple[jax.Array, jax.Array | None]]
+    run: Callable[[Form, Operands], tuple[jax.Array, jax.Array | None]]
     summary: str
     lacks: frozenset[str] = frozenset()  # of FEATURES
-    platform: str | None = None  # None: any
+    lacks_together: tuple[frozenset[str], ...] = ()  # features that it has, but not in one call
+    chips: tuple[Chip, ...] = ()  # (): any
     dtypes: tuple[str, ...] = ()  # (): any
-    head_dims: tuple[int, int] | None = None  # (multiple of, at most); None: any
-    length: int = 1  # both lengths must be a multiple of this
+    head_dims: int = 1  # they must be a multiple of this
+    lengths: int = 1  # they too
 
 
 IMPLEMENTATIONS = {
     "splash": Implementation(
-        run=lambda form, o, contiguous: splash(form, o),
+        run=splash,
         summary="the TPU's fused kernel",
-        lacks=frozenset(FEATURES) - {"window", "both ways", "segments", "soft cap"},
-        platform="tpu",
-        head_dims=(128, 256),
-        length=128,
+        lacks=frozenset(FEATURES) - {"window", "both ways", "segments", "stretch", "soft cap", "value dim"},
+        chips=(Chip("tpu", head_dim=256),),
+        dtypes=("bfloat16", "float32"),
+        head_dims=8,
+        lengths=128,
     ),
     "cudnn": Implementation(
-        run=lambda form, o, contiguous: cudnn(form, o),
+        run=cudnn,
         summary="the GPU's fused kernel",
         lacks=frozenset(FEATURES) - {"window", "both ways"},
-        platform="gpu",
+        lacks_together=(frozenset({"window", "both ways"}),),
+        chips=(Chip("gpu", capability=(8, 0), head_dim=128), Chip("gpu", capability=(9, 0), head_dim=256)),
         dtypes=("bfloat16", "float16"),
-        head_dims=(8, 128),
-        length=2,
+        head_dims=8,
+        lengths=2,
     ),
-    "xla": Implementation(
-        run=lambda form, o, contiguous: xla(form, o), summary="all scores at once; memory grows with L M"
-    ),
+    "xla": Implementation(run=xla, summary="all scores at once; memory grows with L M"),
     "tiled": Implementation(run=tiled, summary="a tile of scores at a time, in plain XLA; memory grows with L"),
-    "reference": Implementation(
-        run=lambda form, o, contiguous: reference(form, o), summary="the definition, one head after another"
-    ),
+    "reference": Implementation(run=reference, summary="the definition, one head after another"),
 }
 
-# Up to this many scores per head the dense form is taken where no fused kernel serves.
-DENSE_SCORES = 1024 * 1024
+# Bytes of scores on a device up to which the dense form is taken where no fused kernel serves; with gradient it holds
+# three times as many. On 2 CPU cores it was about as fast as tiles there, and slower from twice as many on.
+DENSE = {"cpu": 2**26, "gpu": 2**28, "tpu": 2**28}
 
 
 def attention(
@@ -88,18 +109,20 @@ def attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Softmax attention, `[B, L, H, V]`; with `with_lse` also the log-sum-exp of the scores, `[B, L, H]`.
 
-    `call` is what `prepare` takes by keyword: places, masks, and how to score.
+    `call` is what `prepare` takes by keyword: places, masks, and how to score. On a mesh every device computes its own
+    part, and what it is picked by is that part.
     """
-    form, o, contiguous = prepare(q, k, v, **call)
-    chosen = pick(implementation, o, features(form, o, contiguous, with_lse))
-    out, lse = chosen.run(form, o, contiguous)
+    form, o = prepare(q, k, v, **call)
+    shared = sharing.share(form, o, call["bias"].axes if form.bias else None)
+    chosen = pick(implementation, shared.form, shared.seen, with_lse)
+    out, *lse = sharing.on_each_device(chosen.run, shared, outputs=2 if with_lse else 1)
     out = out.reshape(*q.shape[:3], v.shape[-1])
-    return (out, lse.reshape(q.shape[:3])) if with_lse else out
+    return (out, lse[0].reshape(q.shape[:3])) if with_lse else out
 
 
 def attention_weights(q: jax.Array, k: jax.Array, v: jax.Array, **call: Any) -> jax.Array:
     """The weights `[B, H, L, M]` of a call, all of them: for looking at."""
-    form, o, _ = prepare(q, k, v, **call)
+    form, o = prepare(q, k, v, **call)
     weights, _ = weights_and_lse(form, o)
     return weights.reshape(weights.shape[0], -1, *weights.shape[3:])
 
@@ -121,8 +144,8 @@ def prepare(
     bias: Bias | None = None,
     sinks: jax.Array | None = None,
     additive: jax.Array | None = None,
-) -> tuple[Form, Operands, bool]:
-    """A call in the shape the implementations take, and whether its positions are 0, 1, 2, ... in every row.
+) -> tuple[Form, Operands]:
+    """A call in the shape the implementations take.
 
     Positions and segments are `[B or 1, L]` and `[B or 1, M]`; no positions at all means 0, 1, 2, ... A query sees
     keys less than `window` away (0: any), and keys at positions below `prefix` even if they are later. `scale` is
@@ -141,7 +164,15 @@ def prepare(
     if contiguous:
         q_positions = jnp.arange(L, dtype=jnp.int32)[None]
         k_positions = jnp.arange(k.shape[1], dtype=jnp.int32)[None]
-    form = Form(causal, window, prefix, float(scale), float(soft_cap), None if bias is None else bias.fn)
+    form = Form(
+        causal=causal,
+        window=window,
+        prefix=prefix,
+        scale=float(scale),
+        soft_cap=float(soft_cap),
+        bias=None if bias is None else bias.fn,
+        stretches=1 if contiguous else 0,
+    )
     operands = Operands(
         q=q.reshape(B, L, G, H // G, K),
         k=k,
@@ -154,17 +185,18 @@ def prepare(
         sinks=None if sinks is None else sinks.reshape(G, H // G),
         additive=None if additive is None else additive.reshape(G, H // G, K),
     )
-    return form, operands, contiguous
+    return form, operands
 
 
-def features(form: Form, o: Operands, contiguous: bool, with_lse: bool) -> set[str]:
+def features(form: Form, o: Operands, with_lse: bool) -> set[str]:
     """The names in FEATURES that a call makes use of."""
     used = {
         "window": form.window > 0,
         "prefix": form.prefix > 0,
         "both ways": not form.causal,
         "segments": o.k_segments is not None,
-        "positions": not contiguous,
+        "positions": form.stretches == 0,
+        "stretch": form.stretches > 1 and (form.causal or form.window > 0),
         "bias": form.bias is not None,
         "soft cap": form.soft_cap > 0,
         "sinks": o.sinks is not None,
@@ -175,49 +207,71 @@ def features(form: Form, o: Operands, contiguous: bool, with_lse: bool) -> set[s
     return {name for name, given in used.items() if given}
 
 
-def lacking(name: str, o: Operands, used: set[str]) -> list[str]:
-    """Why an implementation cannot serve a call; empty if it can."""
-    can, K, dtype = IMPLEMENTATIONS[name], o.q.shape[-1], jnp.dtype(o.q.dtype).name
-    lengths = (o.q.shape[1], o.k.shape[1])
+def lacking(name: str, form: Form, o: Operands, with_lse: bool) -> list[str]:
+    """Why an implementation cannot serve a call on a device that holds `o`; empty if it can."""
+    can, used, dtype = IMPLEMENTATIONS[name], features(form, o, with_lse), jnp.dtype(o.q.dtype).name
     reasons = [FEATURES[feature] for feature in FEATURES if feature in used & can.lacks]
-    if can.platform and jax.default_backend() != can.platform:
-        reasons.append(f"the platform {jax.default_backend()} (it runs on {can.platform})")
+    reasons += [together(features) for features in can.lacks_together if features <= used]
+    chips = [chip for chip in can.chips if chip.meant()]
+    if can.chips and not chips:
+        reasons.append(f"the platform {placement.chip()} (it runs on {can.chips[0]})")
     if can.dtypes and dtype not in can.dtypes:
         reasons.append(f"{dtype} (it takes {', '.join(can.dtypes)})")
-    if can.head_dims and (K % can.head_dims[0] or can.head_dims[1] < K):
-        reasons.append(f"a head dim of {K} (it takes multiples of {can.head_dims[0]} up to {can.head_dims[1]})")
-    if any(n % can.length for n in lengths):
-        reasons.append(f"lengths {lengths[0]} and {lengths[1]} (it takes multiples of {can.length})")
+    most = max((chip.head_dim for chip in chips or can.chips), default=math.inf)
+    for dim in sorted({o.q.shape[-1], o.v.shape[-1]}):
+        if dim % can.head_dims or dim > most:
+            reasons.append(f"a head dim of {dim} (it takes multiples of {can.head_dims} up to {most})")
+    lengths = (o.q.shape[1], o.k.shape[1])
+    if any(n % can.lengths for n in lengths):
+        reasons.append(f"lengths {lengths[0]} and {lengths[1]} (it takes multiples of {can.lengths})")
     return reasons
 
 
-def pick(given: str | None, o: Operands, used: set[str]) -> Implementation:
-    """The implementation asked for, if it can serve; else the first of the fused ones that can, else by size."""
+def together(features: frozenset[str]) -> str:
+    return " with ".join(meaning for feature, meaning in FEATURES.items() if feature in features)
+
+
+def pick(given: str | None, form: Form, o: Operands, with_lse: bool) -> Implementation:
+    """The implementation asked for, if it can serve; else the first of the fused ones that can, else by size.
+
+    `o` is what one device holds; shapes are enough.
+    """
+    call = (form, o, with_lse)
     if given is not None:
         chosen = choose("attention implementation", given, IMPLEMENTATIONS)
-        if reasons := lacking(given, o, used):
+        if reasons := lacking(given, *call):
             raise UserError(
                 f"attention implementation {given!r} cannot serve {'; '.join(reasons)}; "
-                f"leave it unset, or choose from {', '.join(n for n in IMPLEMENTATIONS if not lacking(n, o, used))}"
+                f"leave it unset, or choose from {', '.join(n for n in IMPLEMENTATIONS if not lacking(n, *call))}"
             )
         return chosen
     for name in ("splash", "cudnn"):
-        if not lacking(name, o, used):
+        if not lacking(name, *call):
             return IMPLEMENTATIONS[name]
-    return IMPLEMENTATIONS["xla" if o.q.shape[1] * o.k.shape[1] <= DENSE_SCORES else "tiled"]
+    scores = math.prod(o.q.shape[:4]) * o.k.shape[1] * wide(o.q.dtype).itemsize
+    return IMPLEMENTATIONS["xla" if scores <= DENSE[placement.platform()] else "tiled"]
 
 
 def support_matrix() -> dict[str, dict[str, str]]:
     """Feature or requirement -> implementation -> what it says to it: what `None` decides from."""
-    table: dict[str, dict[str, str]] = {}
-    for feature, meaning in FEATURES.items():
-        table[meaning] = {name: "-" if feature in can.lacks else "yes" for name, can in IMPLEMENTATIONS.items()}
 
     def line(show: Callable[[Implementation], str]) -> dict[str, str]:
         return {name: show(can) for name, can in IMPLEMENTATIONS.items()}
 
-    table["platform"] = line(lambda can: can.platform or "any")
+    def lacks(can: Implementation, features: frozenset[str]) -> bool:
+        return bool(can.lacks & features) or any(some <= features for some in can.lacks_together)
+
+    def head_dims(can: Implementation) -> str:
+        return f"{can.head_dims}n, to {'/'.join(str(chip.head_dim) for chip in can.chips)}" if can.chips else "any"
+
+    asked = [frozenset({name}) for name in FEATURES]
+    asked += [features for can in IMPLEMENTATIONS.values() for features in can.lacks_together]
+    table = {
+        together(features): line(lambda can, features=features: "-" if lacks(can, features) else "yes")
+        for features in asked
+    }
+    table["platform"] = line(lambda can: "/".join(map(str, can.chips)) or "any")
     table["dtype"] = line(lambda can: "/".join(can.dtypes) or "any")
-    table["head dim"] = line(lambda can: f"{can.head_dims[0]}n, to {can.head_dims[1]}" if can.head_dims else "any")
-    table["length"] = line(lambda can: f"{can.length}n" if can.length > 1 else "any")
+    table["head dim"] = line(head_dims)
+    table["length"] = line(lambda can: f"{can.lengths}n" if can.lengths > 1 else "any")
     return table

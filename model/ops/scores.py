@@ -20,10 +20,12 @@ class Bias:
     """Added to the scaled scores: `fn(params, q_positions [B or 1, L], k_positions [B or 1, M])`, `[B or 1, H, L, M]`.
 
     Implementations call `fn` on tiles of positions, so it must be elementwise in them; gradients flow to `params`.
+    Devices that share the heads call it with the parameters of their own, so it must not count them.
     """
 
     params: Any
     fn: Callable[[Any, jax.Array, jax.Array], jax.Array] = struct.field(pytree_node=False)
+    axes: Any = struct.field(pytree_node=False)  # of each parameter: a tuple, "heads" where the axis is that, or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Form:
     scale: float
     soft_cap: float  # scores are kept within this by a tanh; 0: they are not
     bias: Callable | None
+    stretches: int  # both positions are 0, 1, 2, ...; above 1: queries are one of so many stretches. 0: they are not
 
 
 @struct.dataclass

@@ -13,36 +13,36 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from model import placement
 from model.contract import wide
 from model.ops.dense_attention import LOW
 from model.ops.scores import Form, Operands, raw_scores, shape_scores, visible
 
 
-def tiled(
-    form: Form, o: Operands, contiguous: bool, block: tuple[int, int] | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Output `[B, L, G, R, V]` and log-sum-exp `[B, L, G, R]`.
-
-    `contiguous` promises that both positions are 0, 1, 2, ... in every row: then the pairs are known when traced.
-    """
+def tiled(form: Form, o: Operands, block: tuple[int, int] | None = None) -> tuple[jax.Array, jax.Array]:
+    """Output `[B, L, G, R, V]` and log-sum-exp `[B, L, G, R]`."""
     L, M = o.q.shape[1], o.k.shape[1]
     rows, columns = block or tile_shape(o)
     l, m = min(rows, L), min(columns, M)
     o = pad(o, -L % l, -M % m)
-    pairs = candidates(form, -(-L // l), -(-M // m), l, m, contiguous)
-    sparse = not contiguous or o.k_segments is not None
+    pairs = candidates(form, -(-L // l), -(-M // m), l, m)
+    sparse = form.stretches != 1 or o.k_segments is not None
     out, lse = _tiled(form, (l, m), Pairs(pairs, sparse), o)
     return out[:, :L].astype(o.v.dtype), lse[:, :L]
 
 
 def tile_shape(o: Operands) -> tuple[int, int]:
-    """Tiles that fit a CPU's cache; on accelerators, enough work to fill the chip.
+    """Tiles that fit a CPU's cache; on accelerators, enough work to fill the chip. Many rows and heads take small ones.
 
     On an H200, n 8,192, with gradient: tiles of 512 took 1.4 times as long, of 2,048 0.9 times in 2.4 times the memory.
     """
     if o.additive is not None:  # a tile holds [l, m, K]
         return 64, 64
-    return (256, 512) if jax.default_backend() == "cpu" else (1024, 1024)
+    B, _, G, R, _ = o.q.shape
+    l, m, scores = (256, 512, 2**21) if placement.platform() == "cpu" else (1024, 1024, 2**25)
+    while B * G * R * l * m > scores and l > 64:
+        l, m = l // 2, m // 2
+    return l, m
 
 
 class Pairs:
@@ -59,10 +59,10 @@ class Pairs:
         return isinstance(other, Pairs) and self._key == other._key
 
 
-def candidates(form: Form, n: int, n_keys: int, l: int, m: int, contiguous: bool) -> np.ndarray:
+def candidates(form: Form, n: int, n_keys: int, l: int, m: int) -> np.ndarray:
     """The block pairs `[n, 2]`, int32, that may hold a visible pair of tokens, as far as is known when traced."""
     i, j = np.mgrid[:n, :n_keys].astype(np.int32)
-    if contiguous:
+    if form.stretches == 1:
         keep = may_see(form, i * l, i * l + l - 1, j * m, j * m + m - 1)
         i, j = i[keep], j[keep]
     return np.stack([i.ravel(), j.ravel()], axis=1)

@@ -1,0 +1,164 @@
+"""Attention on a mesh is the same function; every device computes its part, and loops gather nothing."""
+
+import math
+import re
+from functools import partial
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from model import placement
+from model.ops import attention as op
+from model.ops import sharing, tiled_attention
+from model.ops.attention import Bias, attention
+from model.ops.fused_attention import splash
+from tests import meshes, zoo
+from tests.test_attention import slope
+from train.sharding import AXES, make_mesh
+
+B, L, H, K = 4, 64, 4, 8
+SEGMENTS = np.asarray([[1] * 30 + [2] * 20 + [0] * 14, [3] * 64] * 2)
+POSITIONS = np.asarray([[*range(30), *range(20), *[0] * 14], [*range(64)]] * 2)
+EVERYTHING = dict(window=40, prefix=3, soft_cap=3.0, q_segments=SEGMENTS, k_segments=SEGMENTS)
+EVERYTHING |= dict(q_positions=POSITIONS, k_positions=POSITIONS)
+MESHES = {
+    "rows and heads": dict(data=2, fsdp=2, tensor=2),
+    "tokens exchanged for heads": dict(data=2, tensor=2, sequence=2),
+    "more devices than heads": dict(tensor=2, sequence=4),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(tiled_attention, "tile_shape", lambda o: (16, 24))
+
+
+def arrays(kv_heads: int, length: int = L, dim: int = K) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shapes = dict(q=(B, length, H, dim), k=(B, length, kv_heads, dim), v=(B, length, kv_heads, dim))
+    shapes |= dict(bias=(H,), sinks=(H,), additive=(H, dim), weight=(B, length, H, dim), weight_lse=(B, length, H))
+    return {name: np.abs(rng.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()}
+
+
+def on_mesh(function, sizes, values):
+    """The function compiled for a mesh of the devices here, and values as they lie on it."""
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | sizes)
+
+    def traced(*args):
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(meshes.RULES):
+            return function(*args)
+
+    def put(leaf):
+        names = ("batch", "length", *[None] * 2)[: leaf.ndim] if leaf.ndim > 2 else [None] * leaf.ndim
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(meshes.RULES):
+            return jax.device_put(leaf, NamedSharding(mesh, placement.spec(names, leaf.shape)))
+
+    values = jax.tree.map(put, values)
+    return jax.jit(traced).lower(values).compile(), values
+
+
+def step(values, implementation, additive=False, **call):
+    """Value and gradients of a weighted sum of outputs and log-sum-exps."""
+
+    def objective(values):
+        extra = dict(additive=values["additive"]) if additive else {}
+        bias, sinks = Bias(values["bias"], slope, ("heads",)), values["sinks"]
+        out, lse = attention(
+            *(values[name] for name in "qkv"),
+            **call,
+            **extra,
+            bias=bias,
+            sinks=sinks,
+            with_lse=True,
+            implementation=implementation,
+        )
+        real = SEGMENTS[..., None] > 0
+        return jnp.sum(out * values["weight"]) + jnp.sum(jnp.where(real, lse * values["weight_lse"], 0))
+
+    return jax.value_and_grad(objective)(values)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2], ids=["multi-query", "grouped"])
+@pytest.mark.parametrize("implementation", ["xla", "tiled"])
+def test_a_mesh_changes_nothing(implementation, kv_heads):
+    """Every feature at once, on every way to share a call out."""
+    values = arrays(kv_heads)
+    run = partial(step, implementation=implementation, **EVERYTHING)
+    want = jax.jit(run)(values)
+    for name, sizes in MESHES.items():
+        if name == "rows and heads" and kv_heads == 2:
+            continue  # nothing new
+        compiled, placed = on_mesh(run, sizes, values)
+        for one, other in zip(jax.tree.leaves(compiled(placed)), jax.tree.leaves(want), strict=True):
+            assert zoo.far(one, other) < 1e-5, name
+
+
+def test_additive_scores_on_a_mesh():
+    values = arrays(2)
+    run = partial(step, implementation="tiled", additive=True)
+    compiled, placed = on_mesh(run, MESHES["tokens exchanged for heads"], values)
+    for one, other in zip(jax.tree.leaves(compiled(placed)), jax.tree.leaves(jax.jit(run)(values)), strict=True):
+        assert zoo.far(one, other) < 1e-5
+
+
+@pytest.mark.parametrize("sizes", [dict(sequence=4), dict(sequence=8)], ids=["exchanged", "gathered"])
+def test_loops_over_tiles_send_nothing(sizes):
+    """What devices exchange they exchange once, however many tiles there are."""
+    compiled, _ = on_mesh(partial(step, implementation="tiled"), sizes | dict(data=8 // sizes["sequence"]), arrays(4))
+    sent = [line for line in compiled.as_text().splitlines() if re.search(r" (all|reduce|collective)-[\w-]+\(", line)]
+    assert sent and not [line for line in sent if "/while/" in line]
+
+
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES.keys())
+def test_every_device_computes_its_part(sizes):
+    with meshes.in_force(meshes.mesh_of("cpu", **sizes)):
+        q, k = (jax.ShapeDtypeStruct((B, L, heads, K), jnp.float32) for heads in (H, 1))
+        seen = []
+
+        def trace(q, k):
+            seen.append(sharing.share(*op.prepare(q, k, k), None).seen)
+            return q
+
+        jax.eval_shape(trace, q, k)
+    scores = math.prod(seen[0].q.shape[:4]) * seen[0].k.shape[1]
+    assert scores * math.prod(sizes.values()) == B * H * L * L
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 100, "packed": True}], ids=str)
+def test_splash_takes_a_stretch_of_the_queries(options, monkeypatch):
+    """Interpreted, on devices that have more queries than heads to share."""
+    n, options = 512, dict(options)
+    values = {name: leaf[:2, :, :2] for name, leaf in arrays(2, n, 64).items() if leaf.ndim == 4}
+    segments = np.asarray([[1] * 200 + [2] * 212 + [0] * 100])
+    places = dict(q_segments=segments, k_segments=segments) if options.pop("packed", False) else {}
+
+    def run(values, implementation):
+        def objective(values):
+            out = attention(*(values[x] for x in "qkv"), **places, **options, implementation=implementation)
+            return jnp.sum(out * values["weight"])
+
+        return jax.value_and_grad(objective)(values)
+
+    want = jax.jit(partial(run, implementation="xla"))(values)
+    monkeypatch.setitem(op.IMPLEMENTATIONS, "splash", op.Implementation(partial(splash, interpret=True), "interpreted"))
+    compiled, placed = on_mesh(partial(run, implementation="splash"), dict(data=2, sequence=4), values)
+    for one, other in zip(jax.tree.leaves(compiled(placed)), jax.tree.leaves(want), strict=True):
+        assert zoo.far(one, other) < 1e-5
+
+
+def test_what_is_gathered_is_told_once(caplog):
+    sharing.say.cache_clear()
+    mesh = meshes.mesh_of("tpu", sequence=8)
+    q = meshes.laid(mesh, jax.ShapeDtypeStruct((B, 1024, H, 64), jnp.bfloat16), None, "sequence")
+
+    def layers(q):
+        return attention(attention(q, q, q), q, q)
+
+    with caplog.at_level("WARNING"):
+        meshes.lowered(mesh, layers, q)
+    (line,) = [record.message for record in caplog.records if "gathers" in record.message]
+    assert "all keys and values along the length, 4.0 MiB a layer" in line and "4 heads" in line

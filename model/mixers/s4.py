@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from model.contract import Context
-from model.ops.conv import fft_conv
+from model.ops.conv import long_conv
 from model.ops.hippo import legs_modes
 from model.ssm import StateSpace, System, check_length, filled, log_uniform, marks, paired
 
@@ -143,7 +143,7 @@ class S4(StateSpace):
 
         def system(C):
             return System(
-                lambda u: fft_conv(u, dplr_kernel(Lambda, P, B, C, dt, u.shape[1])),
+                lambda u: long_conv(u, dplr_kernel, (Lambda, P, B, C, dt)),
                 lambda u, h0, ctx, form: dplr_recurrence(u, Lambda, P, B, C, dt, h0, ctx, form),
             )
 

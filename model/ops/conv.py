@@ -1,8 +1,28 @@
 """Causal convolutions along the length: long ones by FFT, short depthwise ones directly."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from model.ops.stretches import by_channels
+
+TOKENS = ("batch", "length", "inner")  # of what is convolved
+
+
+def long_conv(u: jax.Array, kernel: Callable[..., jax.Array], weights: tuple[jax.Array, ...]) -> jax.Array:
+    """The convolution of u `[B, L, D]` with `kernel(*weights, L)`, `[L, D]`, of weights that have channels in front.
+
+    Devices that share the length share channels here, kernels included: a transform needs all tokens.
+    """
+
+    def run(u, *weights):
+        return (fft_conv(u, kernel(*weights, u.shape[1])),)
+
+    axes = [("inner", *[None] * (leaf.ndim - 1)) for leaf in weights]
+    (y,) = by_channels(run, (u, *weights), (TOKENS, *axes), (TOKENS,))
+    return y
 
 
 def fft_conv(u: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ from jax import lax
 
 from model.errors import UserError, choose
 from model.ops.decays import FORGET, STRONGEST, carry, cut, parts, sums
-from model.ops.scan import stretches
+from model.ops.stretches import stretches
 
 Array = jax.Array
 
@@ -164,7 +164,7 @@ def lacking(x: Array, B: Array) -> list[str]:
         reasons.append(f"{x.dtype} (it takes {', '.join(DTYPES)})")
     if any(size not in SIDES for size in (P, N)):
         reasons.append(f"{P} channels of a head with {N} numbers each (it takes {', '.join(map(str, SIDES))} of both)")
-    if stretches() > 1:
+    if stretches(x.shape[1]) > 1:
         reasons.append("devices that share the length")
     return reasons
 

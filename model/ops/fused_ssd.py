@@ -5,7 +5,6 @@ once, and a first pass without outputs finds the state that each begins with. Th
 states around it: `outputs`, and for the gradient `tokens` and `maps`. Letters as in model/ops/ssd.py.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from jax.experimental.pallas import triton
 from jax.experimental.pallas.triton import dot
 from jax.sharding import PartitionSpec
 
+from model import placement
 from model.ops.decays import FORGET, carry, cut, parts, sums
 
 Array = jax.Array
@@ -28,7 +28,6 @@ PARAMS = {  # warps and stages: the fastest of those tried on an H200
     "tokens": triton.CompilerParams(num_warps=4, num_stages=1),
     "maps": triton.CompilerParams(num_warps=4, num_stages=2),
 }
-ROWS, HEADS = ("data", "fsdp"), ("tensor",)  # the mesh axes that share out batch and heads
 
 
 class Decays(NamedTuple):
@@ -327,11 +326,10 @@ def on_each_device(run: Callable, rows: int, heads: int, groups: int) -> Callabl
     if mesh.empty or mesh.size == 1:
         return run
 
-    def share(names, *sizes):  # those that the mesh has, if they divide all sizes
-        axes = tuple(name for name in names if name in mesh.shape)
-        return axes if all(size % math.prod(mesh.shape[axis] for axis in axes) == 0 for size in sizes) else None
+    def share(name, *sizes):  # the mesh axes of a logical one, if they divide all sizes
+        return placement.axes(name) if all(size % placement.shards(name) == 0 for size in sizes) else None
 
-    r, h = share(ROWS, rows), share(HEADS, heads, *[groups] * (groups > 1))
+    r, h = share("batch", rows), share("inner", heads, *[groups] * (groups > 1))
     token, state, pair = (
         PartitionSpec(r, None, h),
         PartitionSpec(r, h),

@@ -31,9 +31,11 @@ def on_stretches(run: Callable[..., tuple[Tree, Tree]], tokens: Tree, others: Tr
     """`run(tokens, others, names)` on each device, with its own stretch of the tokens along an axis.
 
     It returns two trees: what is a token's, split as the tokens are, and what is the same on every device. `names` are
-    the mesh axes that split the length. Batch and channels stay as the compiler has them. What `run` differentiates
-    must come to it as an argument, not by closure.
+    the mesh axes that split the length, none where it is whole. Batch and channels stay as the compiler has them. What
+    is differentiated must come to `run` as an argument, not by closure.
     """
+    if stretches(jax.tree.leaves(tokens)[0].shape[axis]) == 1:
+        return run(tokens, others, ())
     names = placement.axes("length")
     split = PartitionSpec(*[None] * axis, names)
     return jax.shard_map(
@@ -51,6 +53,8 @@ def of_earlier(combine: Callable[[Tree, Tree], Tree], mine: Tree, empty: Tree, n
     `mine` is what this device's own comes to, `empty` what none does. In log(n) rounds devices ever farther apart
     exchange what they know, so that none holds more than two of them at a time.
     """
+    if not names:
+        return empty
     n, here = lax.axis_size(names), lax.axis_index(names)
 
     def from_before(tree, distance, otherwise):
@@ -67,6 +71,8 @@ def of_earlier(combine: Callable[[Tree, Tree], Tree], mine: Tree, empty: Tree, n
 
 def of_last(tree: Tree, names: tuple[str, ...]) -> Tree:
     """What the last device has, on all of them."""
+    if not names:
+        return tree
     last = lax.axis_index(names) == lax.axis_size(names) - 1
     return jax.tree.map(lambda leaf: lax.psum(jnp.where(last, leaf, 0), names), tree)
 

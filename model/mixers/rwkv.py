@@ -9,20 +9,15 @@ import numpy as np
 from jax import lax
 
 from model.contract import Context, Mixer, State, wide
+from model.documents import neighbours
 from model.errors import UserError
 from model.layers import dense
-from model.ops.conv import conv_tail
+from model.ops.conv import conv_tail, shift
 from model.ops.scan import linear_scan
 from model.ops.stretches import of_earlier, of_last, on_stretches
 
 Array = jax.Array
 EMPTY = -1e30  # the exponent of a sum that nothing has entered; finite, so that differences of exponents are numbers
-
-
-def token_shift(x: Array, past: Array, ctx: Context) -> Array:
-    """Each token's predecessor, `[B, L, D]`: zero where a document begins. past: [B, 1, D], the last token before."""
-    shifted = jnp.concatenate([past, x[:, :-1]], axis=1)
-    return shifted if ctx.segments is None else jnp.where((ctx.positions > 0)[..., None], shifted, 0)
 
 
 def wkv(
@@ -138,7 +133,7 @@ class RWKV(Mixer):
         self.check()
         D, f = self.width, wide(self.dtype)
         past = self.init_state(x.shape[0], 0) if state is None else state
-        shifted = token_shift(x, past["shift"], ctx).astype(f)
+        shifted = shift(x, past["shift"], *neighbours(ctx)).astype(f)
 
         def param(name, init, axis):
             return self.param(name, nn.with_logical_partitioning(init, (axis,)), (D,), f)

@@ -37,14 +37,28 @@ def on_stretches(run: Callable[..., tuple[Tree, Tree]], tokens: Tree, others: Tr
     if stretches(jax.tree.leaves(tokens)[0].shape[axis]) == 1:
         return run(tokens, others, ())
     names = placement.axes("length")
-    split = PartitionSpec(*[None] * axis, names)
+    split, everywhere = PartitionSpec(*[None] * axis, names), PartitionSpec()
+    parts, together = apart(others)
     return jax.shard_map(
-        lambda tokens, others: run(tokens, others, names),
-        in_specs=(split, PartitionSpec()),
-        out_specs=(split, PartitionSpec()),
+        lambda tokens, parts: run(tokens, together(parts), names),
+        in_specs=(split, everywhere),
+        out_specs=(split, everywhere),
         axis_names=set(names),
         check_vma=False,
-    )(tokens, others)
+    )(tokens, parts)
+
+
+def apart(tree: Tree) -> tuple[list[tuple[Array, ...]], Callable]:
+    """The arrays of a tree, complex ones as two real ones, and what makes the tree of them again.
+
+    What all devices have gets its gradient by a sum over them, and a TPU cannot sum complex numbers over devices.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+
+    def together(parts):
+        return structure.unflatten([lax.complex(*x) if len(x) == 2 else x[0] for x in parts])
+
+    return [(x.real, x.imag) if jnp.iscomplexobj(x) else (x,) for x in leaves], together
 
 
 def of_earlier(combine: Callable[[Tree, Tree], Tree], mine: Tree, empty: Tree, names: tuple[str, ...]) -> Tree:
@@ -74,7 +88,8 @@ def of_last(tree: Tree, names: tuple[str, ...]) -> Tree:
     if not names:
         return tree
     last = lax.axis_index(names) == lax.axis_size(names) - 1
-    return jax.tree.map(lambda leaf: lax.psum(jnp.where(last, leaf, 0), names), tree)
+    parts, together = apart(tree)
+    return together(jax.tree.map(lambda leaf: lax.psum(jnp.where(last, leaf, 0), names), parts))
 
 
 def handed_on(products: Array, ends: Array, h0: Array, names: tuple[str, ...]) -> tuple[Array, Array]:
@@ -129,8 +144,8 @@ def by_channels(run: Callable[..., Tree], arrays: tuple[Array, ...], axes: tuple
             leaf = lax.all_gather(leaf, mesh_axes, axis=axis, tiled=True)
         return lax.slice_in_dim(leaf, 0, width, axis=axis)
 
-    def mine(*arrays):
-        made = run(*map(take, arrays, axes))
+    def mine(*parts):
+        made = run(*map(take, together(parts), axes))
         return tuple(map(give, made, out))
 
     def place(names, shape):
@@ -138,13 +153,14 @@ def by_channels(run: Callable[..., Tree], arrays: tuple[Array, ...], axes: tuple
         return placement.spec([whole if name == "length" else name for name in names], shape)
 
     shapes = jax.eval_shape(run, *arrays)
+    parts, together = apart(arrays)
     return jax.shard_map(
         mine,
         in_specs=tuple(place(names, leaf.shape) for names, leaf in zip(axes, arrays, strict=True)),
         out_specs=tuple(place(names, leaf.shape) for names, leaf in zip(out, shapes, strict=True)),
         axis_names={axis for name in ("batch", "length", "inner") for axis in placement.axes(name)},
         check_vma=False,
-    )(*arrays)
+    )(*parts)
 
 
 @cache

@@ -5,6 +5,11 @@ Shape letters, used in every signature and einsum of the project:
     B batch     L length      D width (of the model)   V vocabulary
     H heads     G key-value heads   K head dim         M cache or memory length
     E inner width of a mixer  N state size per channel C outputs of a classifier
+
+Padding (segment 0) is skipped, wherever it stands in a row: real tokens get what they would get were the padding not
+there, their predecessors are the real tokens before them, and nothing of padding reaches them, in values or in
+gradients. What a mixer returns at padding means nothing. It may stand between the tokens of a document, which it does
+not end: a document ends where another begins.
 """
 
 from typing import Any, ClassVar

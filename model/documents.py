@@ -46,6 +46,11 @@ def document_positions(segments: jax.Array, reading: Reading) -> tuple[jax.Array
     return jnp.where(real, positions, 0).astype(jnp.int32), after
 
 
+def neighbours(ctx: Context) -> tuple[jax.Array | None, jax.Array | None]:
+    """How far back each token may look, in tokens of its document, and which are no padding; None: all of them."""
+    return (None, None) if ctx.segments is None else (ctx.positions, ctx.segments > 0)
+
+
 def reverse(ctx: Context) -> Context:
     """The context of the rows read backwards, with positions counted from each document's end."""
     if ctx.segments is None:

@@ -5,6 +5,7 @@ its pair with twice its real part.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import flax.linen as nn
@@ -38,11 +39,24 @@ def bilinear(A: Array, dt: Array) -> tuple[Array, Array]:
 DISCRETISATIONS = {"zoh": zoh, "bilinear": bilinear}
 
 
-def powers(log_A: Array, L: int) -> Array:
-    """`A^0, ..., A^(L-1)`, `[L, ...]`."""
+def powers(log_A: Array, L: int, every: int = 1) -> Array:
+    """`A^0, ..., A^(L-1)`, `[L, ...]`, or those of A to the power of `every`."""
     check_length(L)
-    lags = jnp.arange(L).astype(log_A.real.dtype)
+    lags = every * jnp.arange(L).astype(log_A.real.dtype)
     return jnp.exp(log_A[None] * lags.reshape(L, *[1] * log_A.ndim))
+
+
+@partial(jax.checkpoint, static_argnums=2)
+def impulse(w: Array, log_A: Array, L: int) -> Array:
+    """`Re sum_n w_n A_n^l` for l below L, `[L, D]`; w, log_A: [D, N].
+
+    With l = i c + j and c about the root of L, it is a product of matrices, of `w A^(i c)` and `A^j`: no power is held
+    for each of L lags, nor is one kept for the gradient.
+    """
+    c = 1 << L.bit_length() // 2
+    far, near = w * powers(log_A, -(-L // c), every=c), powers(log_A, c)
+    parts = jnp.concatenate([far.real, -far.imag], axis=-1), jnp.concatenate([near.real, near.imag], axis=-1)
+    return jnp.einsum("idn,jdn->ijd", *parts, precision="highest").reshape(-1, w.shape[0])[:L]
 
 
 def diagonal_recurrence(

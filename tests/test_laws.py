@@ -12,7 +12,7 @@ from tests import zoo
 CASES, MATRIX = zoo.cases(), zoo.matrix()
 PLAIN = [case for case in CASES if not case.values[0][1]]  # every mixer's own defaults
 BARE = [case for case in PLAIN if case.values[0][2] == "none"]  # and no positions
-PACKED = [[1] * 5 + [2] * 4 + [0] * 3, [3] * 12]
+PACKED = [[1, 1, 0, 1, 1, 2, 0, 0, 2, 2, 2, 0], [3] * 12]
 
 
 def pieces(mixer, variables, x, ctx, lengths):
@@ -82,36 +82,57 @@ def test_causality(case):
 
 
 DIRECTED = [(case, True) for case in CASES] + [(case, False) for case in PLAIN]
+IN_DIRECTION = [pytest.param(*c.values, d, id=f"{c.id}-{'causal' if d else 'both ways'}") for c, d in DIRECTED]
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    "case, causal", [pytest.param(*c.values, d, id=f"{c.id}-{'causal' if d else 'both ways'}") for c, d in DIRECTED]
-)
+@pytest.mark.parametrize("case, causal", IN_DIRECTION)
 def test_segments(case, causal):
     """Documents packed in a row equal each alone; padding changes nothing, in values and in gradients."""
-    mixer = zoo.make(case, causal=causal)
-    x = zoo.inputs(1, 12)
-    try:
-        variables = zoo.params(mixer)
-    except UserError as refusal:
-        assert not causal and "causal" in str(refusal)
+    x = zoo.inputs(2, 12)
+    if (found := packed(case, causal, [[1] * 5 + [2] * 5 + [0] * 2] * 2, x)) is None:
         return
-    segments = np.asarray([[1] * 5 + [2] * 5 + [0] * 2])
-    ctx, real = zoo.context(segments), segments > 0
-
-    def objective(x):
-        y, _ = mixer.apply(variables, x, ctx)
-        return jnp.sum(jnp.where(real[..., None], y, 0)), y
-
-    pull, packed = jax.jit(jax.grad(objective, has_aux=True))(x)
-    rows = jnp.concatenate([x, jnp.roll(x, -5, axis=1)])  # each document at the front of one
+    mixer, variables, real, pull, y = found
+    rows = jnp.concatenate([x[:1], jnp.roll(x[:1], -5, axis=1)])  # each document at the front of one
     if not causal:  # else what follows a document does not reach it, and these rows are those of the split law
         rows = rows[:, :5]
     alone, _ = zoo.apply(mixer)(variables, rows, Context())
     for row, document in enumerate((slice(0, 5), slice(5, 10))):
-        np.testing.assert_allclose(packed[0, document], alone[row, :5], atol=2e-5)
+        np.testing.assert_allclose(y[0, document], alone[row, :5], atol=2e-5)
     assert np.isfinite(pull).all() and (np.abs(pull[~real]) < 1e-7).all()
+
+
+def packed(case, causal, segments, x):
+    """A mixer on packed rows: its parameters, where tokens are real, and their pull and outputs. None if refused."""
+    mixer, segments = zoo.make(case, causal=causal), np.asarray(segments)
+    try:
+        variables = zoo.params(mixer)
+    except UserError as refusal:
+        assert not causal and "causal" in str(refusal)
+        return None
+    real = segments > 0
+    # Tokens weigh by their place among the real ones.
+    weight = np.where(real, np.cumsum(real, axis=1), 0)[..., None] * np.ones(zoo.WIDTH)
+    pull, y = zoo.pull(mixer)(x, variables, zoo.context(segments), jnp.asarray(weight, jnp.float32))
+    return mixer, variables, real, pull, y
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case, causal", IN_DIRECTION)
+def test_padding_is_skipped(case, causal):
+    """Wherever it stands in a row: real tokens get what they get where it is moved to the end, and pull as much."""
+    segments = np.asarray([[0, 1, 1, 0, 0, 1, 2, 0, 2, 2, 0, 2], [1] * 2 + [0] * 5 + [1] * 5])
+    x = zoo.inputs(2, 12) * np.where(segments > 0, 1, 30)[..., None]
+    if (found := packed(case, causal, segments, x)) is None:
+        return
+    *_, real, pull, y = found
+    order = np.argsort(~real, axis=1, kind="stable")
+    *_, front, front_pull, front_y = packed(
+        case, causal, np.take_along_axis(segments, order, 1), np.take_along_axis(x, order[..., None], 1)
+    )
+    np.testing.assert_allclose(y[real], front_y[front], atol=2e-5)
+    np.testing.assert_allclose(pull[real], front_pull[front], atol=2e-4, rtol=1e-4)
+    assert (np.abs(pull[~real]) < 1e-7).all()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -3,14 +3,16 @@
 import re
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from model.ops import scan
 from model.ops.scan import IMPLEMENTATIONS, linear_scan, selective_scan
+from tests.host_mesh import made_for, mesh_of, on_mesh
 
 ALONE = [name for name in IMPLEMENTATIONS if name != "sharded"]
 
@@ -47,9 +49,9 @@ def test_complex_scans_and_their_gradients(implementation):
             np.testing.assert_allclose(mine, want, rtol=1e-10, atol=1e-10)
 
 
-def selective(L: int):
+def selective(L: int, N: int = 3):
     """Inputs of the selective scan, and a function of them that documents, outputs and the last state matter to."""
-    B, E, N = 2, 4, 3
+    B, E = 2, 4
     shapes = dict(x=(B, L, E), dt=(B, L, E), A=(E, N), B=(B, L, N), C=(B, L, N), h0=(B, E, N))
     arrays = {k: jnp.asarray(normal(*s, seed=i), jnp.float32) for i, (k, s) in enumerate(shapes.items())}
     arrays |= dict(dt=jnp.abs(arrays["dt"]), A=-jnp.abs(arrays["A"]))
@@ -62,35 +64,37 @@ def selective(L: int):
     return arrays, objective
 
 
-def test_platforms_add_up_in_their_own_ways_to_the_same(monkeypatch):
-    arrays, objective = selective(L=100)
-    want = jax.grad(objective, has_aux=True)(arrays, "sequential")
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    got = jax.grad(objective, has_aux=True)(arrays, None)
-    for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-4)
-
-
-def test_devices_share_the_length_of_a_sequence():
-    """The same values and gradients, with batch, time and channels split, and no more sent than states."""
-    mesh = jax.make_mesh((2, 2, 2), ("data", "sequence", "tensor"), axis_types=(AxisType.Auto,) * 3)
+def put(arrays, mesh):
+    """On a mesh, with batch, time and channels split."""
     places = dict(x=P("data", "sequence", "tensor"), A=P("tensor"), B=P("data", "sequence"), h0=P("data", "tensor"))
     places |= dict(dt=places["x"], C=places["B"])
-    arrays, objective = selective(L=512)
+    return {key: jax.device_put(x, NamedSharding(mesh, places[key])) for key, x in arrays.items()}
 
-    def on_mesh(arrays):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-            return jax.grad(objective, has_aux=True)(arrays, None)
 
+def test_platforms_add_up_in_their_own_ways_to_the_same():
+    arrays, objective = selective(L=100)
     want = jax.jit(jax.grad(objective, has_aux=True), static_argnums=1)(arrays, "sequential")
-    placed = {key: jax.device_put(x, NamedSharding(mesh, places[key])) for key, x in arrays.items()}
-    got = jax.jit(on_mesh)(placed)
+    with made_for("gpu"):
+        program = jax.make_jaxpr(jax.grad(lambda arrays: objective(arrays, None), has_aux=True))(arrays)
+    got = jax.jit(jax.extend.core.jaxpr_as_fun(program))(*jax.tree.leaves(arrays))
     for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-4)
-    gathered = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather", jax.jit(on_mesh).lower(placed).compile().as_text())
-    assert (
-        gathered and max(np.prod([int(n) for n in size.split(",")]) for size in gathered) <= 2 * 2 * arrays["h0"].size
-    )
+
+
+@pytest.mark.parametrize("sizes", [dict(data=2, sequence=2, tensor=2), dict(sequence=7)], ids=str)
+def test_devices_share_the_length_of_a_sequence(sizes):
+    """The same values and gradients, with batch, time and channels split, and no more sent than states."""
+    mesh = mesh_of(**sizes)
+    arrays, objective = selective(L=64 * 7)
+    step = on_mesh(lambda arrays: jax.grad(objective, has_aux=True)(arrays, None), mesh)
+
+    want = jax.jit(jax.grad(objective, has_aux=True), static_argnums=1)(arrays, "sequential")
+    placed = put(arrays, mesh)
+    for mine, other in zip(jax.tree.leaves(step(placed)), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-4)
+    program = step.lower(placed).compile().as_text()
+    sent = re.findall(r"= \w+\[([\d,]+)\]\S* (?:all-gather|collective-permute)", program)
+    assert sent and max(np.prod([int(n) for n in size.split(",")]) for size in sent) <= arrays["h0"].size
 
 
 def test_a_long_selective_scan_keeps_little():
@@ -107,13 +111,49 @@ def test_a_long_selective_scan_keeps_little():
     assert memory.temp_size_in_bytes < 3 * (memory.argument_size_in_bytes + memory.output_size_in_bytes)
 
 
-def test_a_gpu_holds_all_states_only_while_they_are_few(monkeypatch):
-    monkeypatch.setattr(scan, "on_this_platform", lambda: scan.parallel)
-    assert scan.best(256, scan.FEW) == "associative"
-    assert scan.best(256, scan.FEW + 1) == "chunked"
+def test_a_stretch_no_longer_than_a_chunk_keeps_no_states():
+    """Every further layer keeps less for the gradient than the states of its stretch would take."""
+    arrays, objective = selective(L=8 * 64, N=64)
+    mesh = mesh_of(sequence=8)
+
+    def memory(layers):
+        def run(arrays):
+            y, _ = jax.lax.scan(
+                lambda x, _: (objective(arrays | dict(x=x), None)[1][0], None), arrays["x"], length=layers
+            )
+            return jnp.sum(y**2)
+
+        compiled = on_mesh(jax.grad(run), mesh).lower(put(arrays, mesh)).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    states = 64 * arrays["h0"].nbytes
+    assert memory(12) - memory(2) < 10 * 0.3 * states
 
 
-@pytest.mark.parametrize(("rows", "chunk"), [(1, 512), (2, 256), (8, 64), (64, 64)])
-def test_a_gpu_takes_longer_chunks_of_smaller_states(monkeypatch, rows, chunk):
-    monkeypatch.setattr(scan, "on_this_platform", lambda: scan.parallel)
-    assert scan.best_chunk(rows * 2048 * 16 * 4) == chunk
+@pytest.mark.parametrize(
+    ("platform", "sizes", "rows", "picked"),
+    [
+        ("gpu", {}, 8, "associative"),
+        ("gpu", {}, 16, "chunked"),
+        ("gpu", dict(data=2), 16, "associative"),
+        ("gpu", dict(tensor=2), 16, "associative"),
+        ("gpu", dict(sequence=2), 8, "sharded"),
+        ("gpu", dict(sequence=3), 8, "associative"),  # they do not divide the length, which stays whole
+        ("tpu", {}, 1, "chunked"),
+        ("cpu", {}, 1, "chunked_serial"),
+    ],
+)
+def test_what_is_picked_is_for_what_one_device_holds(platform, sizes, rows, picked):
+    """On a GPU all states of the length, while they are few."""
+    h0 = jax.ShapeDtypeStruct((rows, 4096, 16), jnp.float32)
+    with made_for(platform, **sizes):
+        assert scan.best(256, scan.bytes_held(h0)) == picked
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "chunk"),
+    [(1, {}, 512), (2, {}, 256), (8, {}, 64), (64, {}, 64), (8, dict(data=2, tensor=4), 512)],
+)
+def test_a_gpu_takes_longer_chunks_of_smaller_states(rows, sizes, chunk):
+    with made_for("gpu", **sizes):
+        assert scan.best_chunk(scan.bytes_held(jax.ShapeDtypeStruct((rows, 2048, 16), jnp.float32))) == chunk

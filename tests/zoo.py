@@ -147,6 +147,17 @@ def gradient(mixer: Mixer):
     return jax.jit(jax.grad(objective, argnums=(0, 1), has_aux=True))
 
 
+@lru_cache(FEW)
+def pull(mixer: Mixer):
+    """The gradient of a weighted sum of the outputs by the inputs; and the outputs."""
+
+    def objective(x, variables, ctx, weight):
+        y, _ = mixer.apply(variables, x, ctx)
+        return jnp.sum(jnp.where(weight != 0, y, 0) * weight), y
+
+    return jax.jit(jax.grad(objective, has_aux=True))
+
+
 def far(a, b) -> float:
     """Distance relative to size."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)

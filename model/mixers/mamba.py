@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import Context, Mixer, State, wide
+from model.documents import neighbours
 from model.errors import UserError
 from model.layers import dense
 from model.ops.conv import conv_tail, short_conv
@@ -64,8 +65,7 @@ class Mamba(Mixer):
         u, z = jnp.moveaxis(dense((2, E), ("embed", None, "inner"), self.dtype, "in")(x), -2, 0)
         kernel = self.param("conv", nn.with_logical_partitioning(uniform(W**-0.5), (None, "inner")), (W, E), f)
         conv_bias = self.param("conv_bias", nn.with_logical_partitioning(uniform(W**-0.5), ("inner",)), (E,), f)
-        reach = None if ctx.segments is None else ctx.positions
-        c = short_conv(u, kernel.astype(self.dtype), past["conv"], reach) + conv_bias.astype(self.dtype)
+        c = short_conv(u, kernel.astype(self.dtype), past["conv"], *neighbours(ctx)) + conv_bias.astype(self.dtype)
         c = nn.silu(c)
 
         low, B, C = jnp.split(dense(R + 2 * N, ("inner", None), self.dtype, "x")(c), [R, R + N], axis=-1)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import Context, Mixer, State, wide
+from model.documents import neighbours
 from model.errors import UserError
 from model.layers import check_divides, dense
 from model.mixers.mamba import inverse_softplus_dt, uniform
@@ -88,8 +89,7 @@ class Mamba2(Mixer):
         W, n, f = self.conv, u.shape[-1], wide(self.dtype)
         kernel = self.param(name, nn.with_logical_partitioning(uniform(W**-0.5), (None, axis)), (W, n), f)
         bias = self.param(f"{name}_bias", nn.with_logical_partitioning(uniform(W**-0.5), (axis,)), (n,), f)
-        reach = None if ctx.segments is None else ctx.positions
-        return nn.silu(short_conv(u, kernel.astype(self.dtype), past, reach) + bias.astype(self.dtype))
+        return nn.silu(short_conv(u, kernel.astype(self.dtype), past, *neighbours(ctx)) + bias.astype(self.dtype))
 
     def check(self) -> None:
         if not self.causal:

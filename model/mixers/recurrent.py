@@ -21,6 +21,7 @@ from model.contract import Context, Mixer, State, wide
 from model.documents import reverse
 from model.errors import UserError
 from model.layers import dense
+from model.ops.stretches import gathers, stretches
 from model.settings import Dim
 
 Past = dict[str, jax.Array]  # [B, E] each; h is what is read
@@ -98,6 +99,8 @@ class Recurrent(Mixer):
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
         self.check(state)
+        if stretches(x.shape[1]) > 1:
+            gathers(f"the recurrence of {type(self).__name__.lower()}")
         n, G, E = 1 if self.causal else 2, self.gates, self.size
 
         def param(name, init, shape, axes):

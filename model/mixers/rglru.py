@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model.contract import Context, Mixer, State, wide
+from model.documents import neighbours
 from model.errors import UserError
 from model.layers import check_divides, dense, fan_in
 from model.mixers.mamba import uniform
@@ -101,8 +102,7 @@ class RGLRU(Mixer):
         u = dense(E, ("embed", "inner"), self.dtype, "x", bias=True)(x)
         kernel = param("conv", uniform(W**-0.5), (W, E), (None, "inner"))
         conv_bias = param("conv_bias", nn.initializers.zeros_init(), (E,), ("inner",))
-        reach = None if ctx.segments is None else ctx.positions
-        c = short_conv(u, kernel.astype(self.dtype), past["conv"], reach) + conv_bias.astype(self.dtype)
+        c = short_conv(u, kernel.astype(self.dtype), past["conv"], *neighbours(ctx)) + conv_bias.astype(self.dtype)
 
         K = E // H
         blocks = param("gates", block_fan_in, (2, H, K, K), (None, "inner", None, None)).astype(self.dtype)

@@ -9,19 +9,15 @@ import numpy as np
 from jax import lax
 
 from model.contract import Context, Mixer, State, wide
+from model.documents import neighbours
 from model.errors import UserError
 from model.layers import dense
-from model.ops.conv import conv_tail
+from model.ops.conv import conv_tail, shift
 from model.ops.scan import IMPLEMENTATIONS, linear_scan
+from model.ops.stretches import of_earlier, of_last, on_stretches
 
 Array = jax.Array
 EMPTY = -1e30  # the exponent of a sum that nothing has entered; finite, so that differences of exponents are numbers
-
-
-def token_shift(x: Array, past: Array, ctx: Context) -> Array:
-    """Each token's predecessor, `[B, L, D]`: zero where a document begins. past: [B, 1, D], the last token before."""
-    shifted = jnp.concatenate([past, x[:, :-1]], axis=1)
-    return shifted if ctx.segments is None else jnp.where((ctx.positions > 0)[..., None], shifted, 0)
 
 
 def wkv(
@@ -77,14 +73,7 @@ def wkv_parallel(k, v, w, u, state, first, real, implementation):
     first, real = first[..., None], real[..., None]
     decay = jnp.where(first & real, -jnp.inf, jnp.where(real, w, 0))
     entering = jnp.where(real, k, -jnp.inf)
-
-    def combine(one, two):
-        return one[0] + two[0], jnp.maximum(one[1] + two[0], two[1])
-
-    fixed = lax.stop_gradient((decay, entering))
-    faded, top = lax.associative_scan(combine, fixed, axis=1)
-    pp = jnp.maximum(top, faded + pp0[:, None])
-    before = jnp.concatenate([pp0[:, None], pp[:, :-1]], axis=1)
+    before, pp, end = exponents(*lax.stop_gradient((decay, entering, pp0)))
 
     a = jnp.exp(decay + before - pp)[..., None]
     b = jnp.exp(entering - pp)[..., None] * jnp.stack([v, jnp.ones_like(v)], axis=-1)
@@ -92,7 +81,25 @@ def wkv_parallel(k, v, w, u, state, first, real, implementation):
     h, last = linear_scan(jnp.broadcast_to(a, b.shape), b, h0, implementation=implementation)
     held = jnp.concatenate([h0[:, None], h[:, :-1]], axis=1)
     y = read(held[..., 0], held[..., 1], jnp.where(first, EMPTY, before), k, v, u)
-    return y, (last[..., 0], last[..., 1], pp[:, -1])
+    return y, (last[..., 0], last[..., 1], end)
+
+
+def exponents(decay: Array, entering: Array, pp0: Array) -> tuple[Array, Array, Array]:
+    """`pp_t = max(pp_{t-1} + decay_t, entering_t)` before and after each token, `[B, L, E]`, and the last, `[B, E]`."""
+
+    def combine(one, two):
+        return one[0] + two[0], jnp.maximum(one[1] + two[0], two[1])
+
+    def stretch(tokens, pp0, names):
+        faded, top = lax.associative_scan(combine, tokens, axis=1)
+        empty = jnp.zeros_like(pp0), jnp.full_like(pp0, -jnp.inf)
+        _, start = combine((0, pp0), of_earlier(combine, (faded[:, -1], top[:, -1]), empty, names))
+        pp = jnp.maximum(top, faded + start[:, None])
+        before = jnp.concatenate([start[:, None], pp[:, :-1]], axis=1)
+        return (before, pp), of_last(pp[:, -1], names)
+
+    (before, pp), end = on_stretches(stretch, (decay, entering), pp0)
+    return before, pp, end
 
 
 # How the paper starts its vectors, for a layer half way up: of channel i in [0, 1).
@@ -126,7 +133,7 @@ class RWKV(Mixer):
         self.check()
         D, f = self.width, wide(self.dtype)
         past = self.init_state(x.shape[0], 0) if state is None else state
-        shifted = token_shift(x, past["shift"], ctx).astype(f)
+        shifted = shift(x, past["shift"], *neighbours(ctx)).astype(f)
 
         def param(name, init, axis):
             return self.param(name, nn.with_logical_partitioning(init, (axis,)), (D,), f)

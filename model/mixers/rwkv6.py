@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import Context, Mixer, State, wide
+from model.documents import neighbours
 from model.errors import UserError
 from model.layers import check_divides, dense
 from model.mixers.mamba import uniform
-from model.mixers.rwkv import spread, token_shift
-from model.ops.conv import conv_tail
+from model.mixers.rwkv import spread
+from model.ops.conv import conv_tail, shift
 from model.ops.wkv import IMPLEMENTATIONS, wkv6
 from model.settings import Dim
 
@@ -51,7 +52,7 @@ class RWKV6(Mixer):
         H = D // K
         past = self.init_state(x.shape[0], 0) if state is None else state
         wide_x = x.astype(f)  # rounded once, after mixing
-        other = token_shift(x, past["shift"], ctx).astype(f) - wide_x
+        other = shift(x, past["shift"], *neighbours(ctx)).astype(f) - wide_x
 
         def param(name, init, shape, axes):
             return self.param(name, nn.with_logical_partitioning(init, axes), shape, f)

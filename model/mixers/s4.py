@@ -5,6 +5,7 @@ made discrete by the bilinear rule, whose inverses stay diagonal plus low rank; 
 exponential. No form has a matrix of N x N. Sums over modes are over conjugate pairs, so P^* x is a real number.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
@@ -14,8 +15,9 @@ import numpy as np
 from jax import lax
 
 from model.contract import Context
-from model.ops.conv import fft_conv
+from model.ops.conv import TOKENS, long_conv
 from model.ops.hippo import legs_modes
+from model.ops.stretches import by_channels
 from model.settings import Positive
 from model.ssm import StateSpace, System, check_length, filled, log_uniform, marks, paired
 
@@ -77,7 +79,24 @@ def dplr_recurrence(
     ctx: Context,
     implementation: str | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The same map token by token, `[B, L, D]`, and the last state; O(N) a step.
+    """The same map token by token, `[B, L, D]`, and the last state; O(N) a step."""
+    if implementation is None:
+        implementation = "chunked" if u.shape[1] > CHUNK else "sequential"
+    marked, modes = marks(ctx), ("inner", None)
+
+    def run(u, h0, Lambda, P, B, C, dt, *rows):
+        tokens = dict(u=u) | dict(zip(marked, rows, strict=True))
+        tokens = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), tokens)
+        h, y = RECURRENCES[implementation](dplr_step(Lambda, P, B, C, dt), h0, tokens)
+        return jnp.swapaxes(y, 0, 1), h
+
+    state = ("batch", *modes)
+    axes = (TOKENS, state, *[modes] * 4, ("inner",), *[("batch", "length")] * len(marked))
+    return by_channels(run, (u, h0, Lambda, P, B, C, dt, *marked.values()), axes, (TOKENS, state))
+
+
+def dplr_step(Lambda: jax.Array, P: jax.Array, B: jax.Array, C: jax.Array, dt: jax.Array) -> Callable:
+    """One token: its state and output from the state before it.
 
     The bilinear rule is half a step of `x' = A x` forward, the input, and half a step backward.
     """
@@ -94,11 +113,7 @@ def dplr_recurrence(
         new = jnp.where(token["real"][:, None, None], new, h) if "real" in token else new
         return new, pair_sum(C, new)
 
-    tokens = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), dict(u=u) | marks(ctx))
-    if implementation is None:
-        implementation = "chunked" if u.shape[1] > CHUNK else "sequential"
-    h, y = RECURRENCES[implementation](step, h0, tokens)
-    return jnp.swapaxes(y, 0, 1), h
+    return step
 
 
 def chunked(step: Any, h: jax.Array, tokens: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -144,7 +159,7 @@ class S4(StateSpace):
 
         def system(C):
             return System(
-                lambda u: fft_conv(u, dplr_kernel(Lambda, P, B, C, dt, u.shape[1])),
+                lambda u: long_conv(u, dplr_kernel, (Lambda, P, B, C, dt)),
                 lambda u, h0, ctx, form: dplr_recurrence(u, Lambda, P, B, C, dt, h0, ctx, form),
             )
 

@@ -1,5 +1,6 @@
 """S4D: a diagonal state space, the same at every token (https://arxiv.org/abs/2206.11893)."""
 
+from functools import partial
 from typing import ClassVar, Literal
 
 import flax.linen as nn
@@ -8,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from model.contract import Context
-from model.ops.conv import fft_conv
+from model.ops.conv import long_conv
 from model.ops.hippo import legs_modes
 from model.settings import Positive
-from model.ssm import DISCRETISATIONS, StateSpace, System, diagonal_recurrence, log_uniform, powers
+from model.ssm import DISCRETISATIONS, StateSpace, System, diagonal_recurrence, impulse, log_uniform
 
 # Imaginary parts of A; the real part starts at -1/2, or for `real` at -(n + 1). N modes stand for 2N (conjugate pairs).
 INITS = {
@@ -31,7 +32,7 @@ def starting_modes(A_init: str, N: int) -> np.ndarray:
 def s4d_kernel(A: jax.Array, C: jax.Array, dt: jax.Array, L: int, discretisation: str = "zoh") -> jax.Array:
     """The convolution kernel `2 Re sum_n C_n B_n A_n^l`, `[L, D]`; A, C: [D, N], dt: [D]."""
     log_A, B = DISCRETISATIONS[discretisation](A, dt[:, None])
-    return 2 * jnp.einsum("dn,ldn->ld", C * B, powers(log_A, L)).real
+    return 2 * impulse(C * B, log_A, L)
 
 
 def write(u: jax.Array, B: jax.Array) -> jax.Array:
@@ -60,7 +61,7 @@ def s4d_recurrence(
 def s4d_system(A: jax.Array, C: jax.Array, dt: jax.Array, discretisation: str) -> System:
     """Both forms of one diagonal state space per channel."""
     return System(
-        lambda u: fft_conv(u, s4d_kernel(A, C, dt, u.shape[1], discretisation)),
+        lambda u: long_conv(u, partial(s4d_kernel, discretisation=discretisation), (A, C, dt)),
         lambda u, h0, ctx, form: s4d_recurrence(u, A, C, dt, h0, ctx, form, discretisation),
     )
 

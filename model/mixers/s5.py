@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model.layers import check_divides
-from model.ops.conv import fft_conv
+from model.ops.conv import long_conv
 from model.ops.hippo import legs_modes
 from model.settings import Dim, Positive
 from model.ssm import DISCRETISATIONS, StateSpace, System, diagonal_recurrence, log_uniform, paired, powers
@@ -30,7 +30,7 @@ def mimo_system(log_A: jax.Array, B: jax.Array, C: jax.Array) -> System:
     The convolution is of the modes: all their states exist at once, where a scan holds those of a chunk.
     """
     return System(
-        lambda u: read(fft_conv(write(u, B), powers(log_A, u.shape[1])), C),
+        lambda u: read(long_conv(write(u, B), powers, (log_A,)), C),
         lambda u, h0, ctx, form: diagonal_recurrence(jnp.exp(log_A), B, C, write, read, u, h0, ctx, form),
     )
 

@@ -1,8 +1,28 @@
 """Causal convolutions along the length: long ones by FFT, short depthwise ones directly."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from model.ops.stretches import by_channels, of_earlier, on_stretches
+
+TOKENS = ("batch", "length", "inner")  # of what is convolved
+
+
+def long_conv(u: jax.Array, kernel: Callable[..., jax.Array], weights: tuple[jax.Array, ...]) -> jax.Array:
+    """The convolution of u `[B, L, D]` with `kernel(*weights, L)`, `[L, D]`, of weights that have channels in front.
+
+    Devices that share the length share channels here, kernels included: a transform needs all tokens.
+    """
+
+    def run(u, *weights):
+        return (fft_conv(u, kernel(*weights, u.shape[1])),)
+
+    axes = [("inner", *[None] * (leaf.ndim - 1)) for leaf in weights]
+    (y,) = by_channels(run, (u, *weights), (TOKENS, *axes), (TOKENS,))
+    return y
 
 
 def fft_conv(u: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -31,28 +51,117 @@ def right_angle_conv(u: jax.Array, kernel: jax.Array) -> jax.Array:
     return jnp.swapaxes(jnp.real(jnp.fft.fft(jnp.conj(product)) * turn) / L, 1, 2)
 
 
-def short_conv(x: jax.Array, kernel: jax.Array, past: jax.Array, reach: jax.Array | None = None) -> jax.Array:
+def short_conv(
+    x: jax.Array,
+    kernel: jax.Array,
+    past: jax.Array,
+    reach: jax.Array | None = None,
+    real: jax.Array | None = None,
+) -> jax.Array:
     """Depthwise causal convolution, `[B, L, E]`; kernel: [W, E] with its last row for the current token.
 
     past: [B, W-1, E], the inputs before these. reach: [B, L], how far back each token may look; None: to the end.
+    real: [B, L] bool, false at padding, which nobody sees and which gets zero.
     """
-    W, L = kernel.shape[0], x.shape[1]
-    joined = jnp.concatenate([past, x], axis=1)
-    y = x * kernel[-1]
-    for back in range(1, W):
-        shifted = joined[:, W - 1 - back : W - 1 - back + L]
-        if reach is not None:
-            shifted = jnp.where((reach >= back)[..., None], shifted, 0)
-        y = y + shifted * kernel[W - 1 - back]
-    return y
+
+    def convolve(x, past, reach, kernel):
+        W, L = kernel.shape[0], x.shape[1]
+        window = jnp.concatenate([past, x], axis=1)
+        y = x * kernel[-1]
+        for back in range(1, W):
+            shifted = window[:, W - 1 - back : W - 1 - back + L]
+            if reach is not None:
+                shifted = jnp.where((reach >= back)[..., None], shifted, 0)
+            y = y + shifted * kernel[W - 1 - back]
+        return y
+
+    return skipping(convolve, x, past, reach, real, kernel)
+
+
+def shift(x: jax.Array, past: jax.Array, reach: jax.Array | None, real: jax.Array | None) -> jax.Array:
+    """Each token's predecessor, `[B, L, E]`, zero where it has none within reach. past: [B, 1, E]; others as above."""
+
+    def previous(x, past, reach):
+        before = jnp.concatenate([past, x[:, :-1]], axis=1)
+        return before if reach is None else jnp.where((reach > 0)[..., None], before, 0)
+
+    return skipping(previous, x, past, reach, real)
 
 
 def conv_tail(x: jax.Array, past: jax.Array, real: jax.Array | None = None) -> jax.Array:
-    """The `past` of the next call: the last W-1 inputs, padding left out. real: [B, L] bool, padding at the end."""
-    W1, L = past.shape[1], x.shape[1]
-    joined = jnp.concatenate([past, x], axis=1)
+    """The `past` of the next call: the last W-1 inputs, padding left out."""
     if real is None:
-        return joined[:, L:]
-    # Tokens up to the last real one count; padding in front of them is of another document and never looked at.
-    length = jnp.max(jnp.where(real, jnp.arange(1, L + 1), 0), axis=1)
-    return jnp.take_along_axis(joined, (length[:, None] + jnp.arange(W1))[..., None], axis=1)
+        return jnp.concatenate([past, x], axis=1)[:, x.shape[1] :]
+    window = jnp.concatenate([past, moved(x, *places(real))], axis=1)
+    last = jnp.sum(real, axis=1)[:, None] + jnp.arange(past.shape[1])
+    return jnp.take_along_axis(window, last[..., None], axis=1)
+
+
+def followed(tail1: jax.Array, tail2: jax.Array, n: jax.Array) -> jax.Array:
+    """The last tokens of two tails `[B, W-1, E]` in a row, where the last n [B] of the second count."""
+    W1 = tail1.shape[1]
+    i, n = jnp.arange(W1), n[:, None]
+    later = jnp.take_along_axis(tail1, jnp.minimum(i + n, W1 - 1)[..., None], axis=1)
+    return jnp.where((i >= W1 - n)[..., None], tail2, later)
+
+
+def skipping(
+    run: Callable[..., jax.Array],
+    x: jax.Array,
+    past: jax.Array,
+    reach: jax.Array | None,
+    real: jax.Array | None,
+    *weights: jax.Array,
+) -> jax.Array:
+    """`run(x, past, reach, *weights)`, where tokens look at a few before them, as if there were no padding.
+
+    Real tokens are moved to the front of their rows and back. A device that shares the length moves those of its own
+    stretch, and learns the few before them from the devices before it.
+    """
+    if real is None:
+        return run(x, past, reach, *weights)
+
+    def combine(first, second):  # the last few tokens, at the end of [B, W-1, E], and how many they are
+        (tail1, n1), (tail2, n2) = first, second
+        return followed(tail1, tail2, n2), jnp.minimum(n1 + n2, tail1.shape[1])
+
+    def stretch(tokens, others, names):
+        x, reach, real = tokens
+        past, weights = others
+        if names:
+            mine = conv_tail(x, jnp.zeros_like(past), real), jnp.minimum(jnp.sum(real, axis=1), past.shape[1])
+            past = followed(past, *of_earlier(combine, mine, jax.tree.map(jnp.zeros_like, mine), names))
+        there, back = places(real)
+        if reach is not None:
+            reach = jnp.take_along_axis(reach, jnp.maximum(there, 0), axis=1)
+        y = run(moved(x, there, back), past, reach, *weights)
+        return moved(y, back, there), ()
+
+    return on_stretches(stretch, (x, reach, real), (past, weights))[0]
+
+
+def places(real: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Which token is the j-th real one of its row, -1 beyond the last; and of each token which it is, -1 at padding."""
+    B, L = real.shape
+    t, row = jnp.broadcast_to(jnp.arange(L), (B, L)), jnp.arange(B)[:, None]
+    back = jnp.where(real, jnp.cumsum(real, axis=1) - 1, -1)
+    there = jnp.full((B, L), -1).at[row, jnp.where(real, back, L + t)].set(t, mode="drop", unique_indices=True)
+    return there, back
+
+
+@jax.custom_vjp
+def moved(x: jax.Array, there: jax.Array, back: jax.Array) -> jax.Array:
+    """`x[there]` along the length, zero where that is -1. `back` undoes it, which is the gradient: nothing is added."""
+    return jnp.where((there >= 0)[..., None], jnp.take_along_axis(x, jnp.maximum(there, 0)[..., None], axis=1), 0)
+
+
+def moved_forward(x, there, back):
+    return moved(x, there, back), (there, back)
+
+
+def moved_backward(saved, g):
+    there, back = saved
+    return moved(g, back, there), None, None
+
+
+moved.defvjp(moved_forward, moved_backward)

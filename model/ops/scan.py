@@ -4,6 +4,7 @@
 are N times larger than inputs and outputs, need never exist for the whole length at once.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,9 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
+from model import placement
 from model.errors import UserError, choose
+from model.ops.stretches import handed_on, on_stretches, stretches
 
 Array = jax.Array
 Inputs = Any  # a pytree of arrays whose first two axes are batch and length, in either order
@@ -84,9 +86,20 @@ def chunked(
     expand: Expand, contract: Contract, h0: Array, inputs: Inputs, chunk: int, method: Callable
 ) -> tuple[Array, Array]:
     """One chunk after another; the backward pass recomputes the states of one chunk at a time."""
+
+    def step(h, x, a, b):
+        states = states_of(method, a, b, h)
+        return states[-1], contract(states, x)
+
+    h, y = over_chunks(step, expand, h0, inputs, chunk)
+    return y, h
+
+
+def over_chunks(step: Callable, expand: Expand, carry: Any, inputs: Inputs, chunk: int) -> tuple[Any, Any]:
+    """The last carry and all outputs of `carry, y = step(carry, x, a, b)`, chunk by chunk; only carries are kept."""
     L = jax.tree.leaves(inputs)[0].shape[0]
     if L <= chunk:
-        return whole(expand, contract, h0, inputs, chunk, method)
+        return jax.checkpoint(lambda carry, x: step(carry, x, *expand(x)))(carry, inputs)
     n = -(-L // chunk)
     fill = n * chunk - L
 
@@ -94,54 +107,55 @@ def chunked(
         leaf = jnp.pad(leaf, [(0, fill)] + [(0, 0)] * (leaf.ndim - 1))
         return leaf.reshape(n, chunk, *leaf.shape[1:])
 
-    def masked(x):  # fill must leave the state as it was, whatever `expand` makes of zeros
+    def body(carry, x):
         x, real = x
         a, b = expand(x)
-        if not fill:
-            return a, b
-        real = real.reshape(chunk, *[1] * (b.ndim - 1))
-        return jnp.where(real, a, 1), jnp.where(real, b, 0)
-
-    def step(h, x):
-        y, h = whole(masked, lambda states, x: contract(states, x[0]), h, x, chunk, method)
-        return h, y
+        if fill:  # fill must leave the state as it was, whatever `expand` makes of zeros
+            real = real.reshape(chunk, *[1] * (b.ndim - 1))
+            a, b = jnp.where(real, a, 1), jnp.where(real, b, 0)
+        return step(carry, x, a, b)
 
     real = (jnp.arange(n * chunk) < L).reshape(n, chunk)
-    h, y = lax.scan(jax.checkpoint(step, prevent_cse=False), h0, (jax.tree.map(cut, inputs), real))
-    return y.reshape(n * chunk, *y.shape[2:])[:L], h
+    carry, y = lax.scan(jax.checkpoint(body, prevent_cse=False), carry, (jax.tree.map(cut, inputs), real))
+    return carry, jax.tree.map(lambda leaf: leaf.reshape(n * chunk, *leaf.shape[2:])[:L], y)
+
+
+def joined(a: Array, b: Array) -> tuple[Array, Array]:
+    """All steps `[L, ...]` as one, `h -> a h + b`: neighbours are joined, and then those that came of it."""
+    while a.shape[0] > 1:
+        if a.shape[0] % 2:
+            a, b = (jnp.concatenate([x, jnp.full_like(x[:1], rest)]) for x, rest in ((a, 1), (b, 0)))
+        a, b = a[1::2] * a[::2], a[1::2] * b[::2] + b[1::2]
+    return a[0], b[0]
 
 
 def sharded(
     expand: Expand, contract: Contract, h0: Array, inputs: Inputs, shared: tuple[Array, ...], chunk: int
 ) -> tuple[Array, Array]:
-    """Each device of the mesh's `sequence` axis scans its own stretch of time.
+    """Each of the devices that share the length scans its own stretch of it.
 
     A first pass finds what a stretch does to any state, `h -> products h + ends`; these are all that devices exchange.
     """
-    if stretches() == 1:
-        raise UserError("scan implementation 'sharded' needs devices that share the length; set mesh.sequence above 1")
-    local = partial(chunked, method=on_this_platform())
+    if stretches(jax.tree.leaves(inputs)[0].shape[0]) == 1:
+        raise UserError(
+            "scan implementation 'sharded' needs devices that share the length evenly; set mesh.sequence above 1"
+        )
+    method = on_this_platform()
 
-    def stretch(h, x, shared):
+    def stretch(x, others, names):
+        h, shared = others
         read, write = bind(expand, shared), bind(contract, shared)
 
-        def twice(x):  # what the stretch makes of nothing, and of a state of ones without inputs
-            a, b = read(x)
-            return jnp.stack([a, a], axis=2), jnp.stack([b, jnp.zeros_like(b)], axis=2)
+        def join(carry, x, a, b):
+            products, ends = carry
+            a, b = joined(a, b)
+            return (a * products, a * ends + b), ()
 
-        start = jnp.stack([jnp.zeros_like(h), jnp.ones_like(h)], axis=1)
-        _, both = local(twice, lambda states, x: jnp.zeros(states.shape[:2]), start, x, chunk)
-        mine, device = h, lax.axis_index(SEQUENCE)
-        for i, (ends, products) in enumerate(jnp.moveaxis(lax.all_gather(both, SEQUENCE), 2, 1)):
-            mine = jnp.where(device == i, h, mine)
-            h = products * h + ends
-        return local(read, write, mine, x, chunk)[0], h
+        effect, _ = over_chunks(join, read, (jnp.ones_like(h), jnp.zeros_like(h)), x, chunk)
+        start, last = handed_on(*effect, h, names)
+        return chunked(read, write, start, x, chunk, method)[0], last
 
-    # Time is split by hand; batch and channels stay as the compiler has them.
-    split = jax.shard_map(
-        stretch, in_specs=(P(), P(SEQUENCE), P()), out_specs=(P(SEQUENCE), P()), axis_names={SEQUENCE}, check_vma=False
-    )
-    return split(h0, inputs, shared)
+    return on_stretches(stretch, inputs, (h0, shared), axis=0)
 
 
 def bind(function: Callable, shared: tuple[Array, ...]) -> Callable:
@@ -149,25 +163,18 @@ def bind(function: Callable, shared: tuple[Array, ...]) -> Callable:
     return lambda *args: function(*args, *shared)
 
 
-SEQUENCE = "sequence"  # the mesh axis that splits time
-
-
-def stretches() -> int:
-    """How many devices share the length of a sequence, by the mesh in force."""
-    return dict(jax.sharding.get_abstract_mesh().shape).get(SEQUENCE, 1)
-
-
 def on_this_platform() -> Callable:
     """Few cores gain nothing from a scan that does log(chunk) times the work."""
-    return serial if jax.default_backend() == "cpu" else parallel
+    return serial if placement.platform() == "cpu" else parallel
 
 
 IMPLEMENTATIONS = {
     "sequential": sequential,
+    "serial": partial(whole, method=serial),
     "associative": partial(whole, method=parallel),
     "chunked": partial(chunked, method=parallel),
     "chunked_serial": partial(chunked, method=serial),
-    "sharded": sharded,  # over the devices of the mesh's `sequence` axis
+    "sharded": sharded,  # over the devices that share the length
 }
 
 
@@ -184,13 +191,13 @@ def diagonal_scan(
     """Outputs `[B, L, ...]` and the last state, for the recurrence that `expand` and `contract` describe.
 
     Both see arrays `[L, B, ...]`: time leads inside the scan. Arrays that are the same at every step come to them as
-    `shared`, not by closure: devices that share the length could not differentiate what they close over.
+    `shared`, not by closure: devices that share the length could not differentiate what they close over. h0: [B, E,
+    ...] with inner channels E, whatever a channel holds.
     """
     inputs = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), inputs)
-    length = jax.tree.leaves(inputs)[0].shape[0]
-    if implementation is None:
-        implementation = best(length, length * h0.nbytes)
-    chunk = chunk or best_chunk(h0.nbytes)
+    length, state = jax.tree.leaves(inputs)[0].shape[0], bytes_held(h0)
+    implementation = implementation or best(length, state)
+    chunk = chunk or best_chunk(state)
     run = choose("scan implementation", implementation, IMPLEMENTATIONS)
     if run is sharded:
         y, h = sharded(expand, contract, h0, inputs, shared, chunk)
@@ -199,24 +206,31 @@ def diagonal_scan(
     return jnp.swapaxes(y, 0, 1), h
 
 
-FEW = 2**29  # bytes of states that a GPU may hold, which is faster
+def bytes_held(h0: Array) -> int:
+    """Of a state, what one device holds."""
+    return math.prod(placement.held(("batch", "inner"), h0.shape[:2])) * math.prod(h0.shape[2:]) * h0.dtype.itemsize
 
 
-def best(length: int, states: int) -> str:
-    """The implementation that `None` picks for states of that many bytes: the fastest that does not hold many of them.
+FEW = 2**29  # bytes of states that a device may hold, which is faster
+CHUNK = 64  # tokens, on a CPU
+
+
+def best(length: int, state: int) -> str:
+    """The implementation that `None` picks for a state of that many bytes: the fastest that does not hold many of them.
 
     Mamba's scan, forward and with gradient: on 2 CPU cores, serial chunks took about half the time of parallel ones;
     on an H200 (8 rows of 2,048, 2,048 channels, 16 numbers each) parallel chunks took 6.9 and 37 ms in 0.75 GiB, the
     whole length at once 6.6 and 20 ms in 10 GiB. Of states of 512 MiB (128 rows of 256, 256 channels) chunks took 1.6
-    and 20 ms in 0.76 GiB, the whole 1.5 and 12 ms in 2.5 GiB.
+    and 20 ms in 0.76 GiB, the whole 1.5 and 12 ms in 2.5 GiB. A TPU, which has less memory, gets chunks.
     """
     if length == 1:
         return "sequential"
-    if stretches() > 1 and length % stretches() == 0:
+    if stretches(length) > 1:
         return "sharded"
+    few = length * state <= FEW
     if on_this_platform() is serial:
-        return "chunked_serial"
-    return "associative" if states <= FEW else "chunked"
+        return "serial" if few and length <= CHUNK else "chunked_serial"
+    return "associative" if few and placement.platform() == "gpu" else "chunked"
 
 
 def best_chunk(state: int) -> int:
@@ -227,7 +241,7 @@ def best_chunk(state: int) -> int:
     of 512 (359 of 64, 248 of 1,024).
     """
     if on_this_platform() is serial:
-        return 64
+        return CHUNK
     return min(max(64, 2**26 // state // 64 * 64), 512)
 
 
@@ -277,7 +291,7 @@ def selective_scan(
     """
 
     # A CPU adds up fastest by products, whose gradients are products too; a GPU by sums that it fuses.
-    by_products = jax.default_backend() == "cpu"
+    by_products = placement.platform() == "cpu"
     einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
     def expand(inputs, A):

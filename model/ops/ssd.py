@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from model import placement
 from model.errors import UserError, choose
 from model.ops.decays import FORGET, STRONGEST, carry, cut, parts, sums
-from model.ops.scan import stretches
+from model.ops.stretches import handed_on, on_stretches, stretches
 
 Array = jax.Array
 
@@ -102,9 +103,24 @@ def sequential(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, ope
     return jnp.swapaxes(y, 0, 1).reshape(x.shape).astype(x.dtype), h.reshape(h0.shape)
 
 
-@partial(jax.checkpoint, static_argnums=7)
 def chunked(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, opens: Array | None, chunk: int | None):
-    """Products within chunks, and states carried from chunk to chunk. Only the inputs are kept for the gradient."""
+    """Products within chunks; states carried from chunk to chunk and, where devices share the length, between these."""
+    if stretches(x.shape[1]) == 1:
+        return products(x, dt, a, B, C, h0, opens, chunk)
+
+    def stretch(tokens, h0, names):
+        x, dt, a, B, C, opens = tokens
+        _, end = products(x, dt, a, B, C, jnp.zeros_like(h0), opens, chunk)
+        decay = jnp.exp(jnp.sum(a if opens is None else jnp.where(opens[..., None], FORGET, a), axis=1))
+        start, last = handed_on(decay[..., None, None], end, h0, names)
+        return products(x, dt, a, B, C, start, opens, chunk)[0], last
+
+    return on_stretches(stretch, (x, dt, a, B, C, opens), h0)
+
+
+@partial(jax.checkpoint, static_argnums=7)
+def products(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, opens: Array | None, chunk: int | None):
+    """Chunks and the states between them, on one device. Only the inputs are kept for the gradient."""
     shape, L, G, f = x.shape, x.shape[1], B.shape[2], a.dtype
     Q = min(chunk or 128, L)
     u = (dt[..., None] * x).astype(x.dtype)
@@ -158,13 +174,13 @@ def fused(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, opens: A
 def lacking(x: Array, B: Array) -> list[str]:
     """Why the fused kernels cannot serve a call; empty if they can."""
     reasons, P, N = [], x.shape[-1], B.shape[-1]
-    if jax.default_backend() != "gpu":
-        reasons.append(f"the platform {jax.default_backend()} (it runs on gpu)")
+    if (platform := placement.platform()) != "gpu":
+        reasons.append(f"the platform {platform} (it runs on gpu)")
     if x.dtype not in DTYPES:
         reasons.append(f"{x.dtype} (it takes {', '.join(DTYPES)})")
     if any(size not in SIDES for size in (P, N)):
         reasons.append(f"{P} channels of a head with {N} numbers each (it takes {', '.join(map(str, SIDES))} of both)")
-    if stretches() > 1:
+    if stretches(x.shape[1]) > 1:
         reasons.append("devices that share the length")
     return reasons
 

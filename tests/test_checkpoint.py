@@ -268,6 +268,7 @@ def test_a_failed_background_save_is_not_lost(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.save(1, big)
     for report in (
+        checkpoints.check,  # asked at every step
         checkpoints.wait,
         lambda: checkpoints.save(3, big),
         lambda: checkpoints.restore(abstract(big)),

@@ -198,10 +198,11 @@ class Lookup:
 
 def keeps(count):
     """An optimizer that changes nothing but one number of its own, to the one given."""
-    return optax.GradientTransformation(
-        lambda params: jnp.zeros(()),
-        lambda grads, state, params: (jax.tree.map(jnp.zeros_like, grads), jnp.float32(count)),
-    )
+
+    def update(grads, state, params):
+        return jax.tree.map(jnp.zeros_like, grads), jnp.float32(count)
+
+    return optax.GradientTransformation(lambda params: jnp.zeros(()), update)
 
 
 @pytest.mark.quick

@@ -4,8 +4,6 @@ import os
 import random
 import resource
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -268,6 +266,7 @@ def test_a_failed_background_save_is_not_lost(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     checkpoints.save(1, big)
     for report in (
+        checkpoints.check,  # asked at every step
         checkpoints.wait,
         lambda: checkpoints.save(3, big),
         lambda: checkpoints.restore(abstract(big)),
@@ -371,66 +370,3 @@ def test_kill_at_any_moment_leaves_the_newest_committed_step_whole(tmp_path):
             assert_same(checkpoint.load(tmp_path, abstract(make_state(0)), step), make_state(step))
     assert newest > 3
     assert rubble > 0  # else no kill hit a save and nothing was shown
-
-
-TWO_PROCESSES = """
-import sys, time
-import jax, jax.numpy as jnp, numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
-from model.errors import UserError
-from tests.test_checkpoint import abstract
-from train.checkpoint import Checkpoints
-from train.workdir import graceful_stop, open_workdir
-mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-place = {"w": NamedSharding(mesh, P("data")), "step": NamedSharding(mesh, P())}
-state = jax.jit(lambda: {"w": jnp.zeros((8, 3)), "step": jnp.int32(0)}, out_shardings=place)()
-advance = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0, out_shardings=place)
-with open_workdir(sys.argv[1]) as workdir, Checkpoints(workdir / "c", keep=2) as checkpoints:
-    with graceful_stop() as stop_requested:
-        assert checkpoints.restore(abstract(state)) is None
-        print("started 0", flush=True)
-        step = 0
-        while not stop_requested(step) and step < 2000:
-            step += 1
-            state = advance(state)
-            time.sleep(0.005)
-            if step % 10 == 0:
-                checkpoints.save(step, state, score=-step)
-        checkpoints.save(step, state)
-        like = abstract(state)
-        found, state = checkpoints.restore(like)
-        assert found == step and state["step"] == step
-        assert all((np.asarray(s.data) == step).all() for s in state["w"].addressable_shards)
-        try:
-            checkpoints.restore(like, step=12345)
-        except UserError as error:  # told to both, not just to the one that looked
-            assert "no checkpoint of step 12345" in str(error)
-            print("stopped", step, flush=True)
-"""
-
-
-def test_two_processes_save_and_stop_together(tmp_path):
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        address = f"localhost:{s.getsockname()[1]}"
-    flags = "--xla_force_host_platform_device_count=2"
-    children = [start(TWO_PROCESSES, tmp_path, address, i, XLA_FLAGS=flags) for i in range(2)]
-    try:
-        for child in children:
-            said(child, "started")
-        time.sleep(0.3)
-        children[1].send_signal(signal.SIGTERM)
-        stopped, other = (said(child, "stopped") for child in children)
-        assert [child.wait(60) for child in children] == [0, 0]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-            child.stdout.close()
-    assert 0 < stopped == other < 2000
-    assert checkpoint.steps(tmp_path / "c")[-1] == stopped
-    # And one process may go on with what two have saved.
-    state = {"w": jnp.full((8, 3), float(stopped)), "step": jnp.int32(stopped)}
-    assert_same(checkpoint.load(tmp_path / "c", abstract(state), stopped), state)

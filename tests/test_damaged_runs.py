@@ -11,14 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+from jax.sharding import AxisType
 
 from eval.restore import choose_step
 from experiments import folders, rows
 from model.errors import UserError
 from tests.test_checkpoint import append, flip, truncate
 from train import config as configs
-from train import log, loop, manifest
+from train import log, loop, manifest, sharding
 from train.checkpoint import UNFINISHED
 from train.run import prepare
 
@@ -31,8 +33,13 @@ SCORES = {3: 0.5, 6: 0.7}  # the best stands at a step that is not otherwise sav
 
 @pytest.fixture(scope="module")
 def run():
+    """On one device, where a save has fewer pieces."""
     overrides = [(key, str(value)) for key, value in (SETTINGS | TINY).items()]
-    return prepare(configs.load("configs/debug.py", overrides))
+    shape = (1,) * len(sharding.AXES)
+    mesh = jax.make_mesh(shape, sharding.AXES, (AxisType.Auto,) * len(shape), devices=jax.devices()[:1])
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sharding, "make_mesh", lambda *args: mesh)
+        return prepare(configs.load("configs/debug.py", overrides))
 
 
 @pytest.fixture(autouse=True)

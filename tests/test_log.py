@@ -1,8 +1,10 @@
 """The log says exactly what happened, once, whatever interrupted it; and watching a run costs it nothing."""
 
+import contextlib
 import io
 import json
 import math
+import resource
 import sys
 import time
 
@@ -107,11 +109,56 @@ def test_resuming_drops_later_lines_and_keeps_earlier_ones_as_they_were(tmp_path
 @pytest.mark.quick
 def test_a_broken_line_in_the_middle_is_told(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    for bad in ("garbage", "[1]", '{"loss": 1}'):
+    for bad in ("garbage", "[1]", '{"loss": 1}', '{"step": null}', '{"step": "2"}'):
         path.write_text(f'{{"step": 1}}\n{bad}\n{{"step": 2}}\n')
         for use in (lambda: read(path), lambda: MetricsLog(path, 2)):
             with pytest.raises(UserError, match=r"metrics\.jsonl line 2 is not an event"):
                 use()
+
+
+@contextlib.contextmanager
+def room_for(path, more: int):
+    """Lets files grow to `more` bytes over the size of this one: as a disk that fills, but for one process."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + more, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("more", [0, 1, 12])
+def test_a_full_disk_tears_no_line(tmp_path, more):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path, None) as metrics:
+        metrics.write(1, loss=0.5)
+        with room_for(path, more), pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: File too large"):
+            metrics.write(2, loss=0.25)
+        assert [event["step"] for event in read(path)] == [1]
+        metrics.write(2, loss=0.25)  # once there is room again
+        metrics.write(3, loss=0.125)
+    assert [event["step"] for event in read(path)] == [1, 2, 3]
+    log_steps(path, [2], resume_step=1)
+    assert [event["step"] for event in read(path)] == [1, 2]
+
+
+@pytest.mark.quick
+def test_a_write_that_takes_a_part_is_gone_on_with(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsLog(path, None) as metrics:
+        whole = metrics._file
+
+        class Reluctant:
+            fileno, truncate, close = whole.fileno, whole.truncate, whole.close
+
+            def write(self, data):
+                return whole.write(data[:5])
+
+        metrics._file = Reluctant()
+        metrics.write(1, loss=0.5)
+        metrics.write(2, loss=0.25)
+    assert read(path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]
 
 
 def test_tensorboard_reads_what_was_logged(tmp_path):

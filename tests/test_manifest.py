@@ -3,11 +3,15 @@
 import errno
 import json
 import shutil
+import signal
+import socket
+import time
 
+import jax.numpy as jnp
 import pytest
 
 from model.errors import UserError
-from tests.test_checkpoint import abstract, assert_same, flip, make_state, save_all
+from tests.test_checkpoint import abstract, assert_same, flip, make_state, said, save_all, start
 from train import checkpoint, manifest
 from train.checkpoint import UNFINISHED, Checkpoints
 from train.manifest import MANIFEST
@@ -183,3 +187,98 @@ def test_a_save_that_cannot_begin_says_so_and_leaves_nothing_behind(tmp_path, mo
         with pytest.raises(UserError, match="it takes 532 bytes, and the disk has 100 left"):
             checkpoints.save(1, make_state(1))
     assert not list((tmp_path / "c").iterdir())
+
+
+TWO_PROCESSES = """
+import sys, time
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
+from model.errors import UserError
+from tests.test_checkpoint import abstract
+from train import manifest
+from train.checkpoint import Checkpoints
+from train.workdir import graceful_stop, open_workdir
+mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+place = {"w": NamedSharding(mesh, P("data")), "step": NamedSharding(mesh, P())}
+state = jax.jit(lambda: {"w": jnp.zeros((8, 3)), "step": jnp.int32(0)}, out_shardings=place)()
+advance = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0, out_shardings=place)
+with open_workdir(sys.argv[1]) as workdir, Checkpoints(workdir / "c", keep=2) as checkpoints:
+    with graceful_stop() as stop_requested:
+        assert checkpoints.restore(abstract(state)) is None
+        print("started 0", flush=True)
+        step = 0
+        while not stop_requested(step) and step < 2000:
+            step += 1
+            state = advance(state)
+            time.sleep(0.005)
+            if step % 10 == 0:
+                checkpoints.save(step, state, score=-step)
+        checkpoints.save(step, state)
+        like = abstract(state)
+        found, state = checkpoints.restore(like)
+        assert found == step and state["step"] == step
+        assert all((np.asarray(s.data) == step).all() for s in state["w"].addressable_shards)
+        try:
+            checkpoints.restore(like, step=12345)
+        except UserError as error:  # told to both, not just to the one that looked
+            assert "no checkpoint of step 12345" in str(error)
+            print("stopped", step, flush=True)
+
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    def hang(*args):
+        time.sleep(1000)
+
+    sign, second = manifest.sign, jax.process_index() == 1
+    manifest.sign = fail if second else sign
+    checkpoints.save(step + 1, state)  # one cannot sign: both are told, and soon
+    try:
+        checkpoints.wait()
+    except UserError as error:
+        told = "No space left on device" if second else "process 1 of 2 has not signed"
+        assert str(error).endswith(f"{step + 1:08d} could not be written: {told}"), error
+        print("told", checkpoints.steps()[-1], flush=True)
+    manifest.sign = hang if second else sign
+    checkpoints.save(step + 2, state)  # until the parent kills both
+    checkpoints.wait()
+"""
+
+
+def test_two_processes_sign_and_stop_together(tmp_path):
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        address = f"localhost:{s.getsockname()[1]}"
+    flags = "--xla_force_host_platform_device_count=2"
+    children = [start(TWO_PROCESSES, tmp_path, address, i, XLA_FLAGS=flags) for i in range(2)]
+    try:
+        for child in children:
+            said(child, "started")
+        time.sleep(0.3)
+        children[1].send_signal(signal.SIGTERM)
+        stopped, other = (said(child, "stopped") for child in children)
+        assert 0 < stopped == other < 2000
+        assert [said(child, "told") for child in children] == [stopped, stopped]
+        unfinished = manifest.step_folder(tmp_path / "c", stopped + 2).with_name(f"{stopped + 2:08d}{UNFINISHED}")
+        while not (unfinished / "signed.0.json").exists() and all(child.poll() is None for child in children):
+            time.sleep(0.05)
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+            child.stdout.close()
+    assert (unfinished / "signed.0.json").exists() and not (unfinished / "signed.1.json").exists()
+    folder = manifest.step_folder(tmp_path / "c", stopped)
+    for host in range(2):
+        signed = json.loads((folder / f"signed.{host}.json").read_text())["content"]["files"]
+        assert {name for name in signed if f"process_{1 - host}" in name} == set()
+        assert any(f"ocdbt.process_{host}/d/" in name for name in signed)
+    # What one of two has signed is no step; and one process may go on with what two have saved.
+    state = {"w": jnp.full((8, 3), float(stopped)), "step": jnp.int32(stopped)}
+    with Checkpoints(tmp_path / "c", keep=2) as checkpoints:
+        assert unfinished.name in checkpoints.reports[0]
+        step, restored = checkpoints.restore(abstract(state))
+    assert step == stopped and not unfinished.exists()
+    assert_same(restored, state)

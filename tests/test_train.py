@@ -23,7 +23,7 @@ from train import optim, sharding
 from train.log import read
 from train.loop import train
 from train.run import prepare
-from train.step import init_state, train_step
+from train.step import RunState, init_state, train_step
 
 DEBUG = "configs/debug.py"
 TINY = [("model.width", "16"), ("batch_size", "16"), ("data.mqar.length", "16")]
@@ -188,6 +188,38 @@ SHORT = [
     ("log_every", "1"),
     ("eval_batches", "1"),
 ]
+
+
+class Lookup:
+    """Tokens choose their logits from a table: the least that a step can train."""
+
+    def apply(self, variables, inputs, **kwargs):
+        return variables["params"]["w"][inputs], None
+
+
+def keeps(count):
+    """An optimizer that changes nothing but one number of its own, to the one given."""
+
+    def update(grads, state, params):
+        return jax.tree.map(jnp.zeros_like, grads), jnp.float32(count)
+
+    return optax.GradientTransformation(lambda params: jnp.zeros(()), update)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "tx", [optax.sgd(np.inf), optax.sgd(3e38), keeps(jnp.inf), keeps(jnp.nan)], ids=["update", "sum", "inf", "nan"]
+)
+def test_an_update_that_leaves_no_finite_state_is_not_applied(tx):
+    """The loss and the gradient are finite throughout."""
+    params = {"w": jnp.full((4, 3), 3.2e38)}
+    zero = jnp.int32(0)
+    state = RunState(jnp.uint32(0), zero, params, tx.init(params), zero, zero, zero)
+    batch = {"inputs": jnp.arange(4)[None], "targets": jnp.ones((1, 4), int), "weights": jnp.ones((1, 4))}
+    after, sums = jax.jit(train_step(Lookup(), tx, optax.constant_schedule(1.0)))(state, batch)
+    assert np.isfinite(sums["loss"][0]) and np.isfinite(sums["grad_norm"][0])
+    assert (float(sums["finite"][0]), int(after.nonfinite), int(after.step)) == (0, 1, 1)
+    chex.assert_trees_all_equal((after.params, after.opt_state), (state.params, state.opt_state))
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])

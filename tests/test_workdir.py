@@ -7,6 +7,7 @@ import pytest
 
 from model.errors import UserError
 from tests.test_checkpoint import start
+from tests.test_log import room_for
 from train.workdir import graceful_stop, open_workdir, read_json, write_json
 
 HOLD = """
@@ -63,6 +64,38 @@ def test_json_is_replaced_whole(tmp_path, monkeypatch):
         read_json(path)
     with pytest.raises(UserError, match=r"cannot read .*b\.json: No such file"):
         read_json(tmp_path / "b.json")
+
+
+@pytest.mark.quick
+def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path):
+    path = tmp_path / "a.json"
+    write_json(path, {"a": 1})
+    with room_for(path, 10), pytest.raises(UserError, match=r"cannot write .*a\.json: File too large"):
+        write_json(path, {"a": "x" * 100})
+    assert read_json(path) == {"a": 1} and os.listdir(tmp_path) == ["a.json"]
+    (tmp_path / "run").mkdir()
+    with (
+        room_for(tmp_path / "a.json", -path.stat().st_size),
+        pytest.raises(UserError, match=r"cannot write to workdir .*run: File too large"),
+        open_workdir(tmp_path / "run"),
+    ):
+        pass
+
+
+@pytest.mark.quick
+def test_what_a_file_must_hold_is_looked_for(tmp_path):
+    path = tmp_path / "a.json"
+    for text, says in {
+        "[]": "holds '\\[\\]', not an object",
+        "{}": "has no 'steps'",
+        '{"steps": "x"}': "not a int",
+    }.items():
+        path.write_text(text)
+        with pytest.raises(UserError, match=rf"a\.json is damaged: .*{says}"):
+            read_json(path, steps=int)
+    path.write_text("[" * 100_000)
+    with pytest.raises(UserError, match="not valid JSON"):
+        read_json(path)
 
 
 @pytest.mark.quick

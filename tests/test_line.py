@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from model.errors import UserError
-from train import hosts, line
+from train import hosts, join, line
 
 pytestmark = pytest.mark.quick
 
@@ -171,3 +171,28 @@ def test_a_silent_process_is_waited_for_by_name(monkeypatch, capfd):
         monkeypatch.setattr(lines[1], "_beat", asleep.wait)
         assert ends.wait(0)[0][:2] == (0, line.LOST)
         asleep.set()
+
+
+def test_a_door_stays_open_when_what_is_behind_it_closes():
+    """Else JAX's client aborts the process with pages of stacks in the moment that the first process dies."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host, _, port = join._door(f"localhost:{server.getsockname()[1]}").rpartition(":")
+        near = socket.create_connection((host, int(port)), timeout=20)
+        far, _ = server.accept()
+        for sender, receiver in ((near, far), (far, near)):
+            sender.sendall(b"x" * 100_000)
+            received = 0
+            while received < 100_000:
+                received += len(receiver.recv(1 << 16))
+        far.close()
+        near.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            near.recv(1)
+        near.close()
+
+        near = socket.create_connection((host, int(port)), timeout=20)
+        far, _ = server.accept()
+        near.close()
+        far.settimeout(20)
+        assert far.recv(1) == b""  # the other way it closes
+        far.close()

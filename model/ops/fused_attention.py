@@ -22,7 +22,8 @@ def splash(form: Form, o: Operands, interpret: bool = False) -> tuple[jax.Array,
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     B, L, _, R, _ = o.q.shape
-    M, stretches = o.k.shape[1], form.stretches
+    M = o.k.shape[1]
+    stretches = form.stretches if form.causal or form.window else 1  # else it is all one where a query stands
     shape = (stretches * L, M)
     if form.window:
         near = form.window - 1

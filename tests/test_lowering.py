@@ -1,0 +1,165 @@
+"""The law of lowering: on any machine, every mixer and every attention implementation lowers for TPUs and GPUs, on
+meshes of many devices, none of which need be here; and what `None` picks there can serve the call.
+"""
+
+import itertools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+
+from model.contract import Context
+from model.mixers import MIXERS
+from model.ops import attention as op
+from model.ops.attention import Bias, attention
+from model.positions import POSITIONS
+from tests import meshes
+from tests.meshes import laid, lowered, mesh_of
+from tests.test_attention import slope
+from train.sharding import AXES, shardings
+
+ROWS = ("data", "fsdp")
+WIDTH, LENGTH = 64, 512
+# Heads of sizes that kernels are made for; the defaults are for a small width.
+SETTINGS = {"mamba2": dict(head_dim=16, state=16)}
+
+
+def mixer_step(mixer, mesh, packed=False):
+    """The program of a mixer's value and gradients on a mesh."""
+    x = jax.ShapeDtypeStruct((16, LENGTH, WIDTH), mixer.dtype)
+    places = jax.ShapeDtypeStruct(x.shape[:2], jnp.int32)
+
+    def objective(variables, x, positions, segments):
+        here = Context(positions=positions, segments=segments, memory_segments=segments) if packed else Context()
+        y, _ = mixer.apply(variables, x, here.replace(memory=x))
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    boxed = jax.eval_shape(lambda x: mixer.init(jax.random.key(0), x, Context(memory=x)), x)
+    variables = jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        nn.unbox(boxed),
+        shardings(boxed, mesh, meshes.RULES),
+    )
+    tokens = [laid(mesh, leaf, ROWS, "sequence") for leaf in (x, places, places)]
+    return lowered(mesh, jax.value_and_grad(objective, argnums=(0, 1)), variables, *tokens)
+
+
+@pytest.mark.parametrize("chip", ["tpu", "gpu"])
+@pytest.mark.parametrize("name", MIXERS)
+def test_every_mixer_lowers(name, chip):
+    """In float32 on 4 devices that share rows and channels; in bfloat16, packed, on 256 that share the length too."""
+    cls = MIXERS[name]
+    settings = SETTINGS.get(name, {}) | ({"position": POSITIONS["rope"]} if hasattr(cls, "softmax") else {})
+    few = mixer_step(cls(width=WIDTH, **settings), mesh_of(chip, data=2, tensor=2))
+    many = mesh_of(chip, data=4, fsdp=4, tensor=4, sequence=4)
+    mixer_step(cls(width=WIDTH, dtype=jnp.bfloat16, **settings), many, packed=True)
+    assert ("splash" in few) == (chip == "tpu" and name in ("attention", "mla", "cross_attention"))
+    assert ("ssd_states" in few) == (chip == "gpu" and name == "mamba2")
+
+
+# The attention op
+
+PURE = [{axis: size} for axis in ("data", "fsdp", "tensor", "sequence") for size in (4, 256)]
+
+
+def arrays(mesh, dtype, heads=None, dims=(16, 16, 16)):
+    """q, k and v for a mesh to share out; two heads a device unless told."""
+    shape = mesh.shape
+    H = heads or 2 * shape["tensor"] * shape["sequence"]
+    made = (jax.ShapeDtypeStruct((shape["data"] * shape["fsdp"], LENGTH, H, dim), dtype) for dim in dims)
+    return [laid(mesh, leaf, ROWS, "sequence", "tensor") for leaf in made]
+
+
+def gradient(*arrays, **call):
+    def objective(q, k, v):
+        out = attention(q, k, v, **call)
+        return sum(jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in jax.tree.leaves(out))
+
+    return jax.grad(objective, argnums=(0, 1, 2))(*arrays)
+
+
+@pytest.mark.parametrize("chip", ["tpu", "gpu"])
+@pytest.mark.parametrize("sizes", PURE, ids=str)
+def test_every_implementation_lowers(chip, sizes):
+    mesh = mesh_of(chip, **sizes)
+    names = ["xla", "tiled", "reference"] + ["splash"] * (chip == "tpu")
+
+    def every(*arrays):
+        return [gradient(*arrays, implementation=name) for name in names]
+
+    text = lowered(mesh, every, *arrays(mesh, jnp.bfloat16))
+    assert ("all_to_all" in text) == ("sequence" in sizes)
+
+
+def standing_in(mesh):
+    """The devices here in place of a mesh's: programs that hold cuDNN's kernel are not made for abstract ones."""
+    devices = np.asarray(jax.devices()[: mesh.size]).reshape(tuple(mesh.shape.values()))
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+@pytest.mark.parametrize("sizes", PURE[::2], ids=str)
+def test_cudnn_lowers(sizes, cuda_here):
+    mesh = mesh_of("gpu", **sizes)
+
+    def every(*arrays):
+        return [gradient(*arrays, **call, implementation="cudnn") for call in ({}, dict(causal=False), dict(window=5))]
+
+    text = lowered(mesh, every, *arrays(standing_in(mesh), jnp.bfloat16))
+    assert text.count("__cudnn$fmhaSoftmaxBackward") == 3
+
+
+# Every way in which a call may differ from the plainest
+FEATURES = {
+    "window": lambda n, H: dict(window=40),
+    "prefix": lambda n, H: dict(prefix=7),
+    "both ways": lambda n, H: dict(causal=False),
+    "segments": lambda n, H: dict.fromkeys(("q_segments", "k_segments"), np.ones((1, n), np.int32)),
+    "positions": lambda n, H: dict.fromkeys(("q_positions", "k_positions"), np.arange(n, dtype=np.int32)[None]),
+    "bias": lambda n, H: dict(bias=Bias(np.ones(H, np.float32), slope, ("heads",))),
+    "soft cap": lambda n, H: dict(soft_cap=3.0),
+    "sinks": lambda n, H: dict(sinks=np.zeros(H, np.float32)),
+    "additive": lambda n, H: dict(additive=np.ones((H, 16), np.float32)),
+    "lse": lambda n, H: dict(with_lse=True),
+    "value dim": lambda n, H: {},
+}
+FUSED = ("splash", "cudnn")
+# What some fused kernel has is asked for in every combination; what none has leaves it to plain XLA, which has all.
+HAD = [name for name in FEATURES if any(name not in op.IMPLEMENTATIONS[kernel].lacks for kernel in FUSED)]
+ASKED = [some for n in range(len(HAD) + 1) for some in itertools.combinations(HAD, n)]
+ASKED += [(name,) for name in FEATURES if name not in HAD] + [tuple(FEATURES)]
+
+
+@pytest.mark.quick
+def test_the_features_asked_for_are_those_there_are():
+    assert set(FEATURES) | {"stretch"} == set(op.FEATURES)  # which a mesh brings
+
+
+@pytest.mark.parametrize(
+    ("chip", "dtype", "sizes", "heads"),
+    [
+        ("tpu", "float32", dict(data=2, tensor=2), 4),
+        ("tpu", "bfloat16", dict(sequence=4), 3),
+        ("gpu", "bfloat16", dict(tensor=2, sequence=2), 4),
+        ("gpu", "bfloat16", dict(sequence=4), 3),
+        ("volta", "float16", dict(data=2, tensor=2), 4),
+    ],
+    ids=str,
+)
+def test_what_none_picks_serves_every_combination(chip, dtype, sizes, heads, cuda_here):
+    mesh = mesh_of(chip, **sizes)
+    values = arrays(standing_in(mesh), dtype, heads, dims=(16, 16, 16, 8))
+
+    def every(q, k, v, narrow):
+        def ask(some):
+            call = {}
+            for name in some:
+                call |= FEATURES[name](LENGTH, heads)
+            return gradient(q, k, narrow if "value dim" in some else v, **call)
+
+        return [ask(some) for some in ASKED if dtype != "float32" or len(some) < 2]
+
+    text = lowered(mesh, every, *values)
+    assert ("splash" in text, "fmhaSoftmax" in text) == (chip == "tpu", chip == "gpu")

@@ -79,8 +79,8 @@ def wkv_parallel(k, v, w, u, state, first, real, implementation):
     b = jnp.exp(entering - pp)[..., None] * jnp.stack([v, jnp.ones_like(v)], axis=-1)
     h0 = jnp.stack([aa, bb], axis=-1)
     h, last = linear_scan(jnp.broadcast_to(a, b.shape), b, h0, implementation=implementation)
-    held = jnp.concatenate([h0[:, None], h[:, :-1]], axis=1)
-    y = read(held[..., 0], held[..., 1], jnp.where(first, EMPTY, before), k, v, u)
+    held_aa, held_bb = shift(h[..., 0], aa[:, None]), shift(h[..., 1], bb[:, None])
+    y = read(held_aa, held_bb, jnp.where(first, EMPTY, before), k, v, u)
     return y, (last[..., 0], last[..., 1], end)
 
 

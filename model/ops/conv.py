@@ -78,7 +78,7 @@ def short_conv(
     return skipping(convolve, x, past, reach, real, kernel)
 
 
-def shift(x: jax.Array, past: jax.Array, reach: jax.Array | None, real: jax.Array | None) -> jax.Array:
+def shift(x: jax.Array, past: jax.Array, reach: jax.Array | None = None, real: jax.Array | None = None) -> jax.Array:
     """Each token's predecessor, `[B, L, E]`, zero where it has none within reach. past: [B, 1, E]; others as above."""
 
     def previous(x, past, reach):
@@ -115,11 +115,9 @@ def skipping(
 ) -> jax.Array:
     """`run(x, past, reach, *weights)`, where tokens look at a few before them, as if there were no padding.
 
-    Real tokens are moved to the front of their rows and back. A device that shares the length moves those of its own
-    stretch, and learns the few before them from the devices before it.
+    Real tokens are moved to the front of their rows and back. A device that shares the length does so with its own
+    stretch, and learns the few tokens before it from the devices before.
     """
-    if real is None:
-        return run(x, past, reach, *weights)
 
     def combine(first, second):  # the last few tokens, at the end of [B, W-1, E], and how many they are
         (tail1, n1), (tail2, n2) = first, second
@@ -129,8 +127,11 @@ def skipping(
         x, reach, real = tokens
         past, weights = others
         if names:
-            mine = conv_tail(x, jnp.zeros_like(past), real), jnp.minimum(jnp.sum(real, axis=1), past.shape[1])
+            count = jnp.full(x.shape[0], x.shape[1]) if real is None else jnp.sum(real, axis=1)
+            mine = conv_tail(x, jnp.zeros_like(past), real), jnp.minimum(count, past.shape[1])
             past = followed(past, *of_earlier(combine, mine, jax.tree.map(jnp.zeros_like, mine), names))
+        if real is None:
+            return run(x, past, reach, *weights), ()
         there, back = places(real)
         if reach is not None:
             reach = jnp.take_along_axis(reach, jnp.maximum(there, 0), axis=1)

@@ -177,11 +177,6 @@ def test_on_a_gpu_the_choice_is_what_cudnn_can_serve():
 
 
 @pytest.mark.quick
-def test_without_cudnn_programs_for_gpus_are_made_without_it():
-    assert picked("gpu", n=4096, **HALF) == "tiled"
-
-
-@pytest.mark.quick
 def test_on_a_tpu_the_choice_is_what_splash_can_serve():
     served = [{}, dict(soft_cap=5.0), dict(window=7, causal=False), dict(value_dim=64), HALF, PACKED]
     for head_dim in (64, 128, 256):

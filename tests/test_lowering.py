@@ -101,7 +101,7 @@ def standing_in(mesh):
 
 
 @pytest.mark.parametrize("sizes", PURE[::2], ids=str)
-def test_cudnn_lowers(sizes, cuda_here):
+def test_cudnn_lowers(sizes):
     mesh = mesh_of("gpu", **sizes)
 
     def every(*arrays):
@@ -148,7 +148,7 @@ def test_the_features_asked_for_are_those_there_are():
     ],
     ids=str,
 )
-def test_what_none_picks_serves_every_combination(chip, dtype, sizes, heads, cuda_here):
+def test_what_none_picks_serves_every_combination(chip, dtype, sizes, heads):
     mesh = mesh_of(chip, **sizes)
     values = arrays(standing_in(mesh), dtype, heads, dims=(16, 16, 16, 8))
 

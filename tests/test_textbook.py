@@ -115,8 +115,8 @@ def test_key_value_cache():
 def test_a_window_costs_what_it_sees():
     assert 32 * 4096 == 131_072  # tokens that 32 layers of it reach
     n, l, m = 100_000, 256, 512
-    form = dict(causal=True, prefix=0, scale=1.0, soft_cap=0.0, bias=None)
-    blocks = (-(-n // l), -(-n // m), l, m, True)
+    form = dict(causal=True, prefix=0, scale=1.0, soft_cap=0.0, bias=None, stretches=1)
+    blocks = (-(-n // l), -(-n // m), l, m)
     entries = {w: len(candidates(Form(window=w, **form), *blocks)) * l * m for w in (0, 4096)}
     np.testing.assert_allclose(entries[0], n * n / 2, rtol=0.02)
     np.testing.assert_allclose(entries[4096], 4.1e8, rtol=0.2)

@@ -1,5 +1,6 @@
 """Sweeps expand to what was written, survive what befalls them, and tables say what the rows say."""
 
+import json
 import re
 import signal
 import subprocess
@@ -308,7 +309,7 @@ def test_overhead_is_measured_on_the_real_loop(tmp_path):
         "experiments.bench", "loop", f"--config={DEBUG}", *TINY, "--steps=20", "--rounds=2", f"--out={file}"
     )
     assert code == 0
-    (found,) = rows.read(file)
+    (found,) = map(json.loads, file.read_text().splitlines())
     # Wide bounds: on a busy machine either side may have the bad luck.
     assert found["step_ms"] > 0 < found["loop_ms"]
     assert -2 < found["lowest"] <= found["overhead"] <= found["highest"] < 1

@@ -85,7 +85,8 @@ def _door(address: str) -> str:
             while data := source.recv(1 << 16):
                 target.sendall(data)
         if close:
-            target.close()
+            with contextlib.suppress(OSError):
+                target.shutdown(socket.SHUT_RDWR)  # not close: the other thread reads from it
 
     def serve() -> None:
         while True:

@@ -8,6 +8,7 @@ import pytest
 from model.errors import UserError
 from tests.test_checkpoint import start
 from tests.test_log import room_for
+from train import hosts, workdir
 from train.workdir import graceful_stop, open_workdir, read_json, write_json
 
 HOLD = """
@@ -43,6 +44,16 @@ def test_workdir_mistakes_are_told(tmp_path):
             pass
     with pytest.raises(UserError, match="mount the bucket"), open_workdir("gs://bucket/run"):
         pass
+
+
+@pytest.mark.quick
+def test_a_host_with_a_folder_of_its_own_finds_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(hosts, "the_line", lambda: "to the others")
+    monkeypatch.setattr(workdir, "VISIBLE", 0.1)
+    assert not workdir._sees(tmp_path, "pid 1 on a\n")
+    (tmp_path / ".lock").write_text("pid 1 on a\n")
+    assert workdir._sees(tmp_path, "pid 1 on a\n")
+    assert not workdir._sees(tmp_path, "pid 2 on a\n")
 
 
 @pytest.mark.quick

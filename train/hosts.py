@@ -39,8 +39,8 @@ def joined(distributed: bool) -> Iterator[None]:
         yield
         return
     join.initialize()
+    the_line()
     try:
-        the_line()
         yield
         gather("end", None)
     except BaseException as error:
@@ -97,7 +97,10 @@ def gather(topic: str, value: Any) -> list[Any]:
 
 
 def agree(compute: Callable[[], Any], topic: str = "decision") -> Any:
-    """Computes on the first process, which sees to the files for all; each gets the value (of JSON) or the error."""
+    """Computes on the first process, which sees to the files for all; each gets the value (of JSON) or the error.
+
+    What is asked beside the main thread needs a topic of its own, lest the processes mix up their questions.
+    """
     if the_line() is None:
         try:
             return compute()

@@ -85,7 +85,8 @@ def _door(address: str) -> str:
             while data := source.recv(1 << 16):
                 target.sendall(data)
         if close:
-            target.close()
+            with contextlib.suppress(OSError):
+                target.shutdown(socket.SHUT_RDWR)  # not close: the other thread reads from it
 
     def serve() -> None:
         while True:
@@ -105,11 +106,17 @@ def _door(address: str) -> str:
 
 
 def open_line() -> line.Line:
-    state = distributed.global_state
-    rank, key = state.process_id, "longview/line"
-    if rank == 0:
-        listener, invitation = line.listen()
-        state.client.key_value_set(key, invitation)
-        return line.answer(listener, size(), invitation)
-    invitation = state.client.blocking_key_value_get(key, 1000 * JOINING)
-    return line.call(state.coordinator_address.rpartition(":")[0].strip("[]"), invitation, rank)
+    """The line to the other processes, which all open it at the same time."""
+    state, key = distributed.global_state, "longview/line"
+    with _joining():
+        if state.process_id == 0:
+            listener, invitation = line.listen()
+            state.client.key_value_set(key, invitation)
+            return line.answer(listener, size(), invitation)
+        invitation = state.client.blocking_key_value_get(key, 2000 * JOINING)
+        host = state.coordinator_address.rpartition(":")[0].strip("[]")
+        try:
+            return line.call(host, invitation, state.process_id)
+        except OSError as error:
+            at = f"{host} port {invitation.split()[0]}"
+            line.end_process(line.LOST, f"error: cannot reach process 0 at {at}: {error.strerror or error}")

@@ -19,6 +19,8 @@ from absl import logging
 from model.errors import UserError
 from train import hosts
 
+VISIBLE = 20  # seconds that a network file system may take to show another host's file
+
 
 def write_text(path: str | Path, text: str) -> None:
     """Replaces a file at once: a kill or a full disk at any moment leaves the old text or the new, never a part."""
@@ -100,7 +102,7 @@ def open_workdir(path: str | Path) -> Iterator[Path]:
 
 def _sees(folder: Path, owner: str) -> bool:
     """Whether this process finds the first one's lock; a file of another host may take a while to show."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + VISIBLE
     while hosts.the_line() is not None:
         with contextlib.suppress(OSError):
             if (folder / ".lock").read_text(encoding="utf-8") == owner:

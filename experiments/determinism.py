@@ -1,4 +1,4 @@
-"""Whether a run has the same bits again, and after it was killed at random moments and resumed.
+"""Whether a run has the same bits again, and after it was killed at random moments and resumed; and what that costs.
 
 Every run is `python -m train` in a process of its own, with a compilation cache of its own: what is compiled anew must
 give the same bits too. This process keeps to the CPU and leaves the accelerator to the runs.
@@ -41,10 +41,11 @@ def measure(spec: str, overrides: Mapping[str, Value], kills: int) -> dict:
     run = Run(spec, {**overrides, "log_every": 1}, {})
     configs.check(configs.load(spec, texts(run)))
     with tempfile.TemporaryDirectory() as folder:
-        calm, again, killed = (Path(folder, name) for name in ("calm", "again", "killed"))
+        calm, again, killed, free = (Path(folder, name) for name in ("calm", "again", "killed", "free"))
         try:
             finish(run, calm)
             finish(run, again)
+            finish(Run(spec, {**run.overrides, "deterministic": False}, {}), free)
             result = folders.read_json(calm / "result.json")
             moments = disturb(run, killed, result["steps"], kills, random.Random())
             finish(run, killed)
@@ -52,6 +53,7 @@ def measure(spec: str, overrides: Mapping[str, Value], kills: int) -> dict:
             return {"config": spec, "identical": False, "error": str(error), "device": None}
         repeated, resumed = compare(calm, again), compare(calm, killed)
         config = folders.read_json(calm / "config.json")
+        at_will = folders.read_json(free / "result.json")["steps_per_s"]
     return {
         "config": spec,
         **{key: config["model"][key] for key in ("width", "layers", "dtype")},
@@ -63,6 +65,7 @@ def measure(spec: str, overrides: Mapping[str, Value], kills: int) -> dict:
         "repeated": repeated,
         "resumed": resumed,
         "steps_per_s": result["steps_per_s"],
+        "not_deterministic_steps_per_s": at_will,
         "device": result["device"],
         "jax": result["jax"],
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
@@ -156,7 +159,8 @@ def sentence(row: Mapping) -> str:
         return f"{row['config']}: {row['error']}"
     at = ", ".join(map(str, row["killed_at"])) or "none"
     return (
-        f"{row['config']}: {row['steps']} steps at {row['steps_per_s']} a second; run again: {row['repeated']}; "
+        f"{row['config']}: {row['steps']} steps at {row['steps_per_s']} a second, "
+        f"{row['not_deterministic_steps_per_s']} if not deterministic; run again: {row['repeated']}; "
         f"killed after steps {at} and resumed: {row['resumed']}"
     )
 
@@ -172,6 +176,7 @@ COLUMNS = {
     "repeated": "run again",
     "resumed": "killed and resumed",
     "steps_per_s": "steps/s",
+    "not_deterministic_steps_per_s": "steps/s, deterministic=False",
 }
 
 

@@ -1,4 +1,4 @@
-"""From a config's model section to a model, with every mistake in it told before anything is compiled."""
+"""From a config's model section to a model; what does not go together is told before anything is compiled."""
 
 import re
 from collections.abc import Mapping

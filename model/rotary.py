@@ -17,7 +17,7 @@ from model.position import Position
 from model.settings import Count, Length, above, at_least, at_most
 
 Theta = Annotated[float, above(1)]
-LAYOUTS = ("half", "interleaved")  # the dims that are a pair: (i, i + K/2), or (2i, 2i + 1)
+LAYOUTS = ("half", "interleaved")
 STRIDE = 1024
 
 # YaRN: dims that turn more often than the first over the original length are kept, less than the second, slowed.
@@ -138,7 +138,7 @@ class Rope(Position):
 
     theta: Theta = 10_000.0
     fraction: Annotated[float, above(0), at_most(1)] = 1.0  # of the head's dims, the first ones, that turn
-    layout: Literal[*LAYOUTS] = "half"
+    layout: Literal[*LAYOUTS] = "half"  # which dims are a pair: (i, i + K/2), or (2i, 2i + 1)
     scaling: Literal[*SCALINGS] = "none"  # for lengths past the trained one
     factor: Annotated[float, at_least(1)] = 1.0  # of the scaling: the length wanted over the length trained at
     original_length: Length = 2048  # the length trained at; read by dynamic_ntk, yarn, llama3
@@ -185,7 +185,7 @@ class XPos(Position):
     """
 
     theta: Theta = 10_000.0
-    layout: Literal[*LAYOUTS] = "half"
+    layout: Literal[*LAYOUTS] = "half"  # which dims are a pair: (i, i + K/2), or (2i, 2i + 1)
     scale_base: Count = 512  # the distance over which scores fade by zeta, 0.29 for the fastest pair
 
     needs_attention: ClassVar[bool] = True

@@ -1,9 +1,11 @@
 """What a setting may be: said by the type of its field, beside its default, and checked here alone.
 
-n_heads: Dim = 4
-window: Length | None = None
-schedule: Literal["constant", "cosine", "rsqrt"] = "cosine"
-b1: Annotated[float, at_least(0), below(1)] = 0.9
+    n_heads: Dim = 4
+    window: Length | None = None
+    schedule: Literal["constant", "cosine", "rsqrt"] = "cosine"
+    b1: Annotated[float, at_least(0), below(1)] = 0.9
+
+The same types serve settings of a config, fields of a module or a task, and flags of a command.
 """
 
 import ast

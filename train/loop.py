@@ -85,9 +85,10 @@ def sign_run(run: Run, folder: Path, step: int) -> list[dict[str, Any]]:
     def sign() -> list[dict[str, Any]]:
         file, changes, result = folder / "config.json", folder / "changes.json", folder / "result.json"
         before = configs.flatten(configs.tuples(read_json(file))) if file.exists() else {}
-        noted = configs.noted(read_json(changes) if changes.exists() else [], before, configs.flatten(run.config), step)
+        earlier = read_json(changes)["changes"] if changes.exists() else []
+        noted = configs.noted(earlier, before, configs.flatten(run.config), step)
         result.unlink(missing_ok=True)
-        write_json(changes, noted)  # before the config: written again if the config is not
+        write_json(changes, {"changes": noted})  # before the config: written again if the config is not
         write_json(file, run.config.to_dict())
         write_json(
             folder / "data.json", {"task": run.task.name, "fingerprint": run.task.fingerprint(run.config.data.seed)}

@@ -6,14 +6,19 @@ VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(VERSION))
 BIN := $(VENV)/bin
 TESTS ?= tests
 
-.PHONY: quickstart test parity lint setup clean
+.PHONY: quickstart test scale parity lint setup clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python -m experiments.reproduce quickstart
 
 # All of it on the default interpreter; on another one a quick slice, which is where versions differ.
 test: $(VENV)/ready-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/parity $(if $(filter python3,$(PYTHON)),,-m quick) $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/parity \
+	  -m $(if $(filter python3,$(PYTHON)),"not scale",quick) $(TESTS)
+
+# What takes many processes, devices that are not here, or hundreds of tries: hosts, meshes, damaged files, wrong commands.
+scale: $(VENV)/ready-dev
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m scale $(TESTS)
 
 # The same weights in torch and transformers give the same outputs and gradients.
 parity: $(VENV)/ready-parity

@@ -20,6 +20,8 @@ from tests import meshes, zoo
 from tests.test_attention import slope
 from train.sharding import AXES, make_mesh
 
+pytestmark = pytest.mark.scale
+
 B, L, H, K = 4, 64, 4, 8
 SEGMENTS = np.asarray([[1] * 30 + [2] * 20 + [0] * 14, [3] * 64] * 2)
 POSITIONS = np.asarray([[*range(30), *range(20), *[0] * 14], [*range(64)]] * 2)

@@ -24,6 +24,8 @@ from train import log, loop, manifest, sharding
 from train.checkpoint import UNFINISHED
 from train.run import prepare
 
+pytestmark = pytest.mark.scale
+
 DEEP = "[" * 100_000
 NEWEST, OLDER = "checkpoints/00000004", "checkpoints/00000002"
 SETTINGS = {"steps": 6, "checkpoint_every": 2, "eval_every": 3, "log_every": 1, "eval_batches": 1}

@@ -13,6 +13,8 @@ from model.errors import UserError
 from tests.processes import fork
 from train.checkpoint import Checkpoints
 
+pytestmark = pytest.mark.scale
+
 SMALL = {"steps": 12, "batch_size": 2, "eval_batches": 1, "checkpoint_every": 3, "eval_every": 0, "model.width": 16}
 SMALL |= {"model.layers": 1, "model.mlp": "none", "data.mqar.length": 16, "data.mqar.vocab_size": 32}
 

@@ -21,6 +21,8 @@ from train import hosts, loop
 from train.checkpoint import Checkpoints, step_folder
 from train.log import read
 
+pytestmark = pytest.mark.scale
+
 SAVED, STEPS = 3, 5
 
 

@@ -15,6 +15,8 @@ from tests.processes import ROOT, refusals
 from train import config as configs
 from train.run import prepare
 
+pytestmark = pytest.mark.scale
+
 DEBUG = "configs/debug.py"
 HUGE = "9" * 20
 ENDLESS = "9" * 5000  # digits, more than Python reads

@@ -12,6 +12,8 @@ from tests.flags import FAST
 from tests.processes import ROOT
 from train.sharding import AXES
 
+pytestmark = pytest.mark.scale
+
 
 def launch(file, devices: int, *process: str, port: int) -> subprocess.Popen:
     environment = dict(

@@ -14,6 +14,8 @@ from train.line import LOST
 from train.log import read
 from train.workdir import open_workdir
 
+pytestmark = pytest.mark.scale
+
 STEPS = 20
 SETTINGS = {"steps": STEPS, "eval_every": 10, "eval_batches": 1, "checkpoint_every": 5, "model.width": 16}
 

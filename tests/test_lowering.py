@@ -21,6 +21,8 @@ from tests.meshes import laid, lowered, mesh_of
 from tests.test_attention import slope
 from train.sharding import AXES, shardings
 
+pytestmark = pytest.mark.scale
+
 ROWS = ("data", "fsdp")
 WIDTH, LENGTH = 64, 512
 # Heads of sizes that kernels are made for; the defaults are for a small width.

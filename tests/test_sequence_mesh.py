@@ -22,6 +22,8 @@ from model.ops.wkv import wkv6
 from tests import zoo
 from tests.host_mesh import mesh_of, on_mesh
 
+pytestmark = pytest.mark.scale
+
 B, L = 2, 48
 # Documents, with padding before, inside and after them that fills whole stretches of 4 devices, and of 8.
 SEGMENTS = np.asarray([[0] * 3 + [1] * 5 + [0] * 17 + [1, 0, 1] + [2] * 20, [1] * 2 + [0] * 40 + [1] * 6])

@@ -12,7 +12,8 @@ from configs import base
 from train.run import on_mesh as traced_on_mesh
 from train.sharding import AXES, rules_of
 
-RULES = rules_of(base.get_config().mesh)
+CONFIG = base.get_config()
+RULES = rules_of(CONFIG.mesh)
 
 
 def mesh_of(**sizes: int) -> Mesh:
@@ -23,7 +24,7 @@ def mesh_of(**sizes: int) -> Mesh:
 
 def on_mesh(function: Callable, mesh: Mesh, **options) -> Callable:
     """Jitted, with the mesh and the rules of the config in force."""
-    return traced_on_mesh(function, mesh, RULES, **options)
+    return traced_on_mesh(function, mesh, CONFIG, **options)
 
 
 @contextmanager

@@ -118,7 +118,7 @@ def test_narrow_dtypes_stay_close(name):
 # Which implementation serves
 
 
-def call(n=64, dtype=jnp.float32, head_dim=64, batch=1, value_dim=None, **options):
+def call(n=64, dtype=jnp.float32, head_dim=64, batch=2, value_dim=None, **options):
     """What one device is asked for."""
     q, k, v = (
         jax.ShapeDtypeStruct((batch, n, heads, dim), dtype)
@@ -172,7 +172,7 @@ def test_on_a_gpu_the_choice_is_what_cudnn_can_serve():
     )
     # Devices that share the length exchange it for heads; four heads are not enough for eight of them.
     assert picked("gpu", dict(sequence=4), n=4096, **HALF) == "cudnn"
-    assert picked("gpu", dict(sequence=8), n=4096, batch=8, **HALF) == "tiled"
+    assert picked("gpu", dict(sequence=8), n=4096, batch=16, **HALF) == "tiled"
     assert picked("gpu", dict(sequence=8), n=4096, causal=False, **HALF) == "cudnn"  # where a query stands is nothing
 
 
@@ -201,7 +201,7 @@ def test_dense_or_tiles_by_what_one_device_holds():
 def test_a_tile_of_many_rows_and_heads_is_no_larger(monkeypatch):
     monkeypatch.undo()
     for chip, most in (("cpu", 2**21), ("gpu", 2**25)):
-        for batch in (1, 8, 64, 512):
+        for batch in (1, 8, 64):
             with meshes.in_force(meshes.mesh_of(chip)):
                 l, m = tiled_attention.tile_shape(call(n=4096, batch=batch)[1])
             assert batch * 4 * l * m <= most

@@ -75,7 +75,7 @@ def explain(error: BaseException) -> str:
     if isinstance(error, UserError):
         return " ".join(str(error).split())
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return f"cannot use {error.filename}: {error.strerror}" if error.filename else error.strerror
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 

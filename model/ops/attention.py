@@ -93,9 +93,9 @@ IMPLEMENTATIONS = {
     "reference": Implementation(run=reference, summary="the definition, one head after another"),
 }
 
-# Bytes of scores on a device below which the dense form is taken where no fused kernel serves; with gradient it holds
+# Bytes of scores on a device up to which the dense form is taken where no fused kernel serves; with gradient it holds
 # three times as many. On 2 CPU cores it was about as fast as tiles there, and slower from twice as many on.
-DENSE = {"cpu": 2**26, "gpu": 2**28, "tpu": 2**28}
+DENSE, DENSE_ON_CPU = 2**28, 2**26
 
 
 def attention(
@@ -249,7 +249,8 @@ def pick(given: str | None, form: Form, o: Operands, with_lse: bool) -> Implemen
         if not lacking(name, *call):
             return IMPLEMENTATIONS[name]
     scores = math.prod(o.q.shape[:4]) * o.k.shape[1] * wide(o.q.dtype).itemsize
-    return IMPLEMENTATIONS["xla" if scores < DENSE[placement.platform()] else "tiled"]
+    few = scores <= (DENSE_ON_CPU if placement.platform() == "cpu" else DENSE)
+    return IMPLEMENTATIONS["xla" if few else "tiled"]
 
 
 def support_matrix() -> dict[str, dict[str, str]]:

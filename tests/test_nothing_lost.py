@@ -4,10 +4,14 @@ import random
 import signal
 import time
 
+import pytest
+
 from tests.processes import fork, run
 from train.checkpoint import steps
 from train.log import read
 from train.workdir import read_json
+
+pytestmark = pytest.mark.scale
 
 STEPS = 100
 

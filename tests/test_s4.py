@@ -158,6 +158,18 @@ def test_the_kernel_of_s4_does_not_depend_on_how_much_of_it_is_asked_for():
         np.testing.assert_allclose(kernel, kernels[0][: len(kernel)], atol=1e-5)
 
 
+def test_no_kernel_holds_a_power_for_every_lag():
+    """Nor its gradient: where the powers of all lags and modes would take 128 times as much as the kernel itself."""
+    D, N, L = 32, 64, 4096
+    modes, dt = jax.ShapeDtypeStruct((D, N), jnp.complex64), jax.ShapeDtypeStruct((D,), jnp.float32)
+
+    def objective(A, C, dt):
+        return jnp.sum(s4d_kernel(A, C, dt, L) ** 2)
+
+    compiled = jax.jit(jax.grad(objective, argnums=(0, 1, 2))).lower(modes, modes, dt).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * 8 * L * D * N
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("form", FORMS)
 def test_textbook_impulse(form):

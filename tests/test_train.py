@@ -277,6 +277,7 @@ def test_resuming_on_other_data(tmp_path):
         train(config, str(tmp_path / "run"))
 
 
+@pytest.mark.scale
 @pytest.mark.usefixtures("quick_draws")
 @pytest.mark.parametrize("mixers", STACKS, ids="+".join)
 def test_a_classifier_trains_on_padded_documents(mixers):

@@ -1,6 +1,7 @@
 """Recurrent mixers against torch.nn: the same weights, the same outputs, states and gradients."""
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 
@@ -69,4 +70,6 @@ def test_from_a_state_to_a_state(name):
         return jnp.stack([last[name] for name in mixer.kept])
 
     start = normal(seed=2, **dict.fromkeys(mixer.kept, (B, E)))
-    agree(theirs, ours, normal(seed=1, x=(B, L, D)) | weights(cls, 1) | start)
+    # Small weights: larger ones saturate tanh over these steps, and what is left of the gradient is rounding.
+    params = {name: value * np.float32(E**-0.5) for name, value in weights(cls, 1).items()}
+    agree(theirs, ours, normal(seed=1, x=(B, L, D)) | params | start)

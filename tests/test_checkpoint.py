@@ -309,6 +309,33 @@ def test_saving_a_committed_step_again_changes_nothing(tmp_path):
     assert (tmp_path / "00000001" / MANIFEST).read_bytes() == before
 
 
+def test_a_kill_between_any_two_writes_of_a_commit_loses_no_signed_step(tmp_path, monkeypatch):
+    moments = []
+
+    def watched(call):
+        def first_look(*args, **kwargs):
+            moments.append(tmp_path / f"moment{len(moments)}")
+            shutil.copytree(tmp_path / "run", moments[-1])
+            return call(*args, **kwargs)
+
+        return first_look
+
+    with monkeypatch.context() as patch, Checkpoints(tmp_path / "run", keep=2) as checkpoints:
+        for name in ("fsync", "replace", "rename"):
+            patch.setattr(os, name, watched(getattr(os, name)))
+        checkpoints.save(1, make_state(1))
+        checkpoints.wait()
+    signed = [moment for moment in moments if any(map(manifest.record_of, moment.iterdir()))]
+    assert 0 < len(signed) < len(moments)
+    assert any(list(moment.glob("*/manifest.json.tmp")) for moment in signed)  # torn in the middle of the last write
+    for moment in moments:
+        with Checkpoints(moment, keep=2) as checkpoints:
+            found = checkpoints.restore(abstract(make_state(0)))
+            assert (found is not None) == (moment in signed), moment
+            if found is not None:
+                assert_same(found[1], make_state(1))
+
+
 def start(code: str, *args: object, **env: str) -> subprocess.Popen:
     child = subprocess.Popen(
         [sys.executable, "-c", code, *map(str, args)],

@@ -71,6 +71,7 @@ def unsigned(folder: Path, record: dict[str, Any]) -> list[int]:
 
 def seal(folder: Path, record: dict[str, Any]) -> None:
     """Writes the manifest of a step that every host has signed. Every file is on the disk before it is vouched for."""
+    (folder / f"{MANIFEST}.tmp").unlink(missing_ok=True)  # of a seal that was killed; no file of the step
     signed = {
         name for host in range(record["hosts"]) for name in _read_sealed(folder / signature(host)).get("files", {})
     }

@@ -5,7 +5,6 @@ its pair with twice its real part.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import flax.linen as nn
@@ -46,12 +45,11 @@ def powers(log_A: Array, L: int, every: int = 1) -> Array:
     return jnp.exp(log_A[None] * lags.reshape(L, *[1] * log_A.ndim))
 
 
-@partial(jax.checkpoint, static_argnums=2)
 def impulse(w: Array, log_A: Array, L: int) -> Array:
     """`Re sum_n w_n A_n^l` for l below L, `[L, D]`; w, log_A: [D, N].
 
     With l = i c + j and c about the root of L, it is a product of matrices, of `w A^(i c)` and `A^j`: no power is held
-    for each of L lags, nor is one kept for the gradient.
+    for each of L lags.
     """
     c = 1 << L.bit_length() // 2
     far, near = w * powers(log_A, -(-L // c), every=c), powers(log_A, c)

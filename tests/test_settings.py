@@ -186,3 +186,10 @@ def test_a_config_put_together_by_hand_is_checked_too():
     config.optim.lr = -1.0
     with pytest.raises(UserError, match=r"optim.lr is -1\.0; allowed: a number of at least 0"):
         configs.check(config)
+
+
+def test_a_config_that_was_not_filled_in_says_who_does_so():
+    config = configs.base.get_config()
+    config.model.mixers, config.model.mamba = ("mamba",), {"state": 16}
+    with pytest.raises(UserError, match=r"lacks model.mamba.*; train.config.load fills in"):
+        configs.check(config)

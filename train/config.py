@@ -152,6 +152,8 @@ def check(config: ConfigDict) -> None:
     """Refuses values that no run can use, before anything is built."""
     values = flatten(config)
     for key, field in declared(config).items():
+        if key not in values:
+            raise UserError(f"the config lacks {key}; train.config.load fills in what a config file leaves out")
         settings.check(key, values[key], field.type, field.default)
     c = config
     if c.batch_size % c.optim.accumulate:

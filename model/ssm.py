@@ -5,6 +5,7 @@ its pair with twice its real part.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import flax.linen as nn
@@ -53,8 +54,8 @@ def impulse(w: Array, log_A: Array, L: int) -> Array:
     """
     c = 1 << L.bit_length() // 2
     far, near = w * powers(log_A, -(-L // c), every=c), powers(log_A, c)
-    parts = jnp.concatenate([far.real, -far.imag], axis=-1), jnp.concatenate([near.real, near.imag], axis=-1)
-    return jnp.einsum("idn,jdn->ijd", *parts, precision="highest").reshape(-1, w.shape[0])[:L]
+    product = partial(jnp.einsum, "idn,jdn->ijd", precision="highest")
+    return (product(far.real, near.real) - product(far.imag, near.imag)).reshape(-1, w.shape[0])[:L]
 
 
 def diagonal_recurrence(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from model.contract import wide
 from model.errors import UserError, choose
 from model.ops.embedding import rows
-from model.ops.product import product
+from model.ops.product import linear
 
 fan_in = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 
@@ -36,7 +36,7 @@ class Dense(nn.Module):
 
         kernel_init = nn.with_logical_partitioning(flat_init, self.axes)
         kernel = self.param("kernel", kernel_init, (*contracted, *self.features), wide(self.dtype))
-        y = product(x.astype(self.dtype), kernel, self.inputs, self.out)
+        y = linear(x.astype(self.dtype), kernel, self.inputs, self.out)
         if self.bias:
             bias_init = nn.with_logical_partitioning(nn.initializers.zeros_init(), self.axes[self.inputs :])
             y = (y + self.param("bias", bias_init, self.features, wide(self.dtype))).astype(y.dtype)
@@ -68,7 +68,7 @@ class Embed(nn.Module):
 
     def attend(self, x: jax.Array) -> jax.Array:
         """The product of each vector with those of all ids, `[..., V]`."""
-        return product(x.astype(self.dtype), self.embedding.T, 1, wide(self.dtype))
+        return linear(x.astype(self.dtype), self.embedding.T, out=wide(self.dtype))
 
 
 NORMS = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}

@@ -90,9 +90,10 @@ def test_the_chunked_selective_scan_never_holds_all_states():
 def test_short_convolution():
     x, kernel = jnp.arange(1.0, 6)[None, :, None], jnp.asarray([[100.0], [10.0], [1.0]])
     past = jnp.asarray([[[7.0], [8.0]]])
-    np.testing.assert_allclose(short_conv(x, kernel, past).ravel(), [781, 812, 123, 234, 345])
+    y = short_conv(x, kernel, jnp.asarray([1000.0]), past)
+    np.testing.assert_allclose(y.ravel(), [1781, 1812, 1123, 1234, 1345])
     reach = jnp.asarray([[0, 1, 2, 0, 1]])  # a document opens at the first and the fourth token
-    np.testing.assert_allclose(short_conv(x, kernel, past, reach).ravel(), [1, 12, 123, 4, 45])
+    np.testing.assert_allclose(short_conv(x, kernel, jnp.zeros(1), past, reach).ravel(), [1, 12, 123, 4, 45])
 
 
 @pytest.mark.quick

@@ -72,11 +72,11 @@ def s4_in_documents(u, real, imag, P, B, C, log_dt, h0):
 
 def of_neighbours(x, kernel, past):
     marks = jnp.asarray(POSITIONS), jnp.asarray(REAL)
-    return short_conv(x, kernel, past, *marks), shift(x, past[:, -1:], *marks)
+    return short_conv(x, kernel, kernel[0], past, *marks), shift(x, past[:, -1:], *marks)
 
 
 def plain_neighbours(x, kernel, past):
-    return short_conv(x, kernel, past), shift(x, past[:, -1:])
+    return short_conv(x, kernel, kernel[0], past), shift(x, past[:, -1:])
 
 
 CHANNELS, PAIR, HEADS = (B, L, 6), (B, L, 2, 5), (B, L, 4, 3)

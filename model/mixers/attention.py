@@ -11,6 +11,7 @@ from model.contract import Context, Mixer, State, wide
 from model.errors import UserError
 from model.layers import check_divides, dense, fan_in, norm
 from model.ops.attention import IMPLEMENTATIONS, attention, attention_weights
+from model.ops.product import product
 from model.position import Position
 from model.settings import Dim, Length, NotNegative, Whole
 
@@ -75,7 +76,7 @@ class Attention(Mixer):
         if self.score == "multiplicative":
             per_head = nn.with_logical_partitioning(nn.initializers.orthogonal(), ("heads", None, None))
             between = self.param("between", per_head, (H, K, K), wide(self.dtype))
-            q, call["scale"] = jnp.einsum("blhk,hkj->blhj", q, between.astype(q.dtype)), 1.0
+            q, call["scale"] = product("blhk,hkj->blhj", q, between), 1.0
 
         # Keys in a ring are turned when read, each time counted from the ring's own beginning.
         streams = bool(self.sink_tokens) or (self.window is not None and state is not None)

@@ -65,8 +65,7 @@ class Mamba(Mixer):
         u, z = jnp.moveaxis(dense((2, E), ("embed", None, "inner"), self.dtype, "in")(x), -2, 0)
         kernel = self.param("conv", nn.with_logical_partitioning(uniform(W**-0.5), (None, "inner")), (W, E), f)
         conv_bias = self.param("conv_bias", nn.with_logical_partitioning(uniform(W**-0.5), ("inner",)), (E,), f)
-        c = short_conv(u, kernel.astype(self.dtype), past["conv"], *neighbours(ctx)) + conv_bias.astype(self.dtype)
-        c = nn.silu(c)
+        c = nn.silu(short_conv(u, kernel, conv_bias, past["conv"], *neighbours(ctx)))
 
         low, B, C = jnp.split(dense(R + 2 * N, ("inner", None), self.dtype, "x")(c), [R, R + N], axis=-1)
         dt_kernel = self.param("dt", nn.with_logical_partitioning(uniform(R**-0.5), (None, "inner")), (R, E), f)

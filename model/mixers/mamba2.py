@@ -89,7 +89,7 @@ class Mamba2(Mixer):
         W, n, f = self.conv, u.shape[-1], wide(self.dtype)
         kernel = self.param(name, nn.with_logical_partitioning(uniform(W**-0.5), (None, axis)), (W, n), f)
         bias = self.param(f"{name}_bias", nn.with_logical_partitioning(uniform(W**-0.5), (axis,)), (n,), f)
-        return nn.silu(short_conv(u, kernel.astype(self.dtype), past, *neighbours(ctx)) + bias.astype(self.dtype))
+        return nn.silu(short_conv(u, kernel, bias, past, *neighbours(ctx)))
 
     def check(self) -> None:
         if not self.causal:

@@ -12,6 +12,7 @@ from model.errors import UserError
 from model.layers import check_divides, dense, fan_in, norm
 from model.mixers.attention import arange, cacheable, look, whole_row
 from model.ops.attention import IMPLEMENTATIONS
+from model.ops.product import product
 from model.position import Position
 from model.settings import Dim
 
@@ -66,18 +67,18 @@ class MLA(Mixer):
         if state is None:
             call |= whole_row(ctx, call)
             shared = jnp.broadcast_to(k_shared, (*k_shared.shape[:2], H, P))
-            k = jnp.concatenate([jnp.einsum("blc,chk->blhk", latent, k_up), shared], axis=-1)
-            v = jnp.einsum("blc,chk->blhk", latent, v_up)
+            k = jnp.concatenate([product("blc,chk->blhk", latent, k_up), shared], axis=-1)
+            v = product("blc,chk->blhk", latent, v_up)
             y = look(self, jnp.concatenate([q, q_shared], axis=-1), k, v, **call)
         else:
             new = cacheable(ctx, x.shape, latent=latent, k_shared=k_shared[:, :, 0])
             seen, state = self.cache.extend(state, new)
             call |= dict(q_positions=new["positions"], k_positions=seen["positions"])
             call |= dict(q_segments=new["segments"], k_segments=seen["segments"])
-            q = jnp.concatenate([jnp.einsum("blhk,chk->blhc", q, k_up), q_shared], axis=-1)
+            q = jnp.concatenate([product("blhk,chk->blhc", q, k_up), q_shared], axis=-1)
             keys = jnp.concatenate([seen["latent"], seen["k_shared"]], axis=-1)[:, :, None]
             y = look(self, q, keys, seen["latent"][:, :, None], **call)
-            y = jnp.einsum("blhc,chk->blhk", y, v_up)
+            y = product("blhc,chk->blhk", y, v_up)
         return dense(self.width, ("heads", None, "embed"), self.dtype, "out", inputs=2)(y), state
 
     def up(self, name: str) -> jax.Array:
@@ -88,7 +89,7 @@ class MLA(Mixer):
             return fan_in(key, (rank, H * K), dtype).reshape(shape)
 
         boxed = nn.with_logical_partitioning(init, (None, "heads", None))
-        return self.param(name, boxed, (rank, H, K), wide(self.dtype)).astype(self.dtype)
+        return self.param(name, boxed, (rank, H, K), wide(self.dtype))
 
     @property
     def cache(self) -> Cache:

@@ -16,6 +16,7 @@ from model.errors import UserError
 from model.layers import check_divides, dense, fan_in
 from model.mixers.mamba import uniform
 from model.ops.conv import conv_tail, short_conv
+from model.ops.product import product
 from model.ops.scan import IMPLEMENTATIONS, linear_scan
 from model.settings import Dim
 
@@ -102,11 +103,11 @@ class RGLRU(Mixer):
         u = dense(E, ("embed", "inner"), self.dtype, "x", bias=True)(x)
         kernel = param("conv", uniform(W**-0.5), (W, E), (None, "inner"))
         conv_bias = param("conv_bias", nn.initializers.zeros_init(), (E,), ("inner",))
-        c = short_conv(u, kernel.astype(self.dtype), past["conv"], *neighbours(ctx)) + conv_bias.astype(self.dtype)
+        c = short_conv(u, kernel, conv_bias, past["conv"], *neighbours(ctx))
 
         K = E // H
-        blocks = param("gates", block_fan_in, (2, H, K, K), (None, "inner", None, None)).astype(self.dtype)
-        gates = jnp.einsum("blhk,ohkj->oblhj", c.reshape(*c.shape[:2], H, K), blocks).astype(f)
+        blocks = param("gates", block_fan_in, (2, H, K, K), (None, "inner", None, None))
+        gates = product("blhk,ohkj->oblhj", c.reshape(*c.shape[:2], H, K), blocks, f)
         bias = param("gates_bias", nn.initializers.zeros_init(), (2, H, K), (None, "inner", None))
         r, i = nn.sigmoid(gates + bias[:, None, None]).reshape(2, *c.shape)
         Lambda = param("Lambda", lasting, (E,), ("inner",))

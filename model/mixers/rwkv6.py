@@ -14,6 +14,7 @@ from model.layers import check_divides, dense
 from model.mixers.mamba import uniform
 from model.mixers.rwkv import spread
 from model.ops.conv import conv_tail, shift
+from model.ops.product import product
 from model.ops.wkv import IMPLEMENTATIONS, wkv6
 from model.settings import Dim
 
@@ -62,8 +63,8 @@ class RWKV6(Mixer):
         base = wide_x + other * param("mix_base", half_way, (D,), (None,))
         zeros = nn.initializers.zeros_init()
         low = jnp.tanh(dense((5, R), ("embed", None, None), self.dtype, "mix_down", init=zeros)(base))
-        up = param("mix_up", uniform(0.01), (5, R, D), (None, None, "embed")).astype(self.dtype)
-        amount = param("mix", half_way, (5, D), (None, None))[:, None, None] + jnp.einsum("blor,ord->obld", low, up)
+        up = param("mix_up", uniform(0.01), (5, R, D), (None, None, "embed"))
+        amount = param("mix", half_way, (5, D), (None, None))[:, None, None] + product("blor,ord->obld", low, up, f)
         for_w, for_k, for_v, for_r, for_g = (wide_x + other * amount).astype(self.dtype)
 
         heads = partial(dense, (H, K), ("embed", "inner", None), self.dtype)

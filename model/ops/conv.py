@@ -54,28 +54,30 @@ def right_angle_conv(u: jax.Array, kernel: jax.Array) -> jax.Array:
 def short_conv(
     x: jax.Array,
     kernel: jax.Array,
+    bias: jax.Array,
     past: jax.Array,
     reach: jax.Array | None = None,
     real: jax.Array | None = None,
 ) -> jax.Array:
-    """Depthwise causal convolution, `[B, L, E]`; kernel: [W, E] with its last row for the current token.
+    """Depthwise causal convolution, `[B, L, E]`; kernel: [W, E] with its last row for the current token; bias: [E].
 
     past: [B, W-1, E], the inputs before these. reach: [B, L], how far back each token may look; None: to the end.
-    real: [B, L] bool, false at padding, which nobody sees and which gets zero.
+    real: [B, L] bool, false at padding, which nobody sees and which gets zero. Summed in the dtype of kernel and bias,
+    and rounded to that of x.
     """
 
-    def convolve(x, past, reach, kernel):
+    def convolve(x, past, reach, kernel, bias):
         W, L = kernel.shape[0], x.shape[1]
         window = jnp.concatenate([past, x], axis=1)
-        y = x * kernel[-1]
+        y = bias + x * kernel[-1]
         for back in range(1, W):
             shifted = window[:, W - 1 - back : W - 1 - back + L]
             if reach is not None:
                 shifted = jnp.where((reach >= back)[..., None], shifted, 0)
             y = y + shifted * kernel[W - 1 - back]
-        return y
+        return y.astype(x.dtype)
 
-    return skipping(convolve, x, past, reach, real, kernel)
+    return skipping(convolve, x, past, reach, real, kernel, bias)
 
 
 def shift(x: jax.Array, past: jax.Array, reach: jax.Array | None = None, real: jax.Array | None = None) -> jax.Array:

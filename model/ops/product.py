@@ -1,9 +1,10 @@
-"""A linear map in a narrow dtype whose gradient is summed in a wide one.
+"""A product in a narrow dtype with a wide kernel, whose gradient is summed wide.
 
 Each device holds a part of a kernel's gradient, the sum over its own rows; what is added up over devices is of the
 dtype it is made in, and bfloat16 would round every partial sum.
 """
 
+import string
 from functools import partial
 from typing import Any
 
@@ -14,33 +15,40 @@ from model import placement
 from model.contract import wide
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def product(x: jax.Array, kernel: jax.Array, inputs: int = 1, out: Any = None) -> jax.Array:
-    """`x` `[..., *I]` times `kernel` `[*I, *F]` over `inputs` axes, `[..., *F]`, multiplied in x's dtype.
+@partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def product(spec: str, x: jax.Array, kernel: jax.Array, out: Any = None) -> jax.Array:
+    """`einsum(spec, x, kernel)`, multiplied in x's dtype. The kernel is wide.
 
-    The kernel is wide. `out` is the dtype of the result, x's own unless given.
+    `out` is the dtype of the result, x's own unless given.
     """
-    return product_forward(x, kernel, inputs, out)[0]
+    return product_forward(spec, x, kernel, out)[0]
 
 
-def product_forward(x, kernel, inputs, out):
+def linear(x: jax.Array, kernel: jax.Array, inputs: int = 1, out: Any = None) -> jax.Array:
+    """The product of x `[..., *I]` and a kernel `[*I, *F]` over `inputs` axes, `[..., *F]`."""
+    lead, rest = string.ascii_lowercase[: x.ndim - inputs], string.ascii_uppercase[: kernel.ndim]
+    return product(f"{lead}{rest[:inputs]},{rest}->{lead}{rest[inputs:]}", x, kernel, out)
+
+
+def product_forward(spec, x, kernel, out):
     narrow = kernel.astype(x.dtype)
-    return tensordot(x, narrow, inputs, out or x.dtype), (x, narrow)
+    return einsum(spec, x, narrow, out or x.dtype), (x, narrow)
 
 
-def product_backward(inputs, out, saved, g):
+def product_backward(spec, out, saved, g):
     x, kernel = saved
-    g, lead = g.astype(x.dtype), tuple(range(x.ndim - inputs))
-    features = tuple(range(inputs - kernel.ndim, 0))
-    d_x = tensordot(g, kernel, (features, features), x.dtype)
-    return d_x, tensordot(x, g, (lead, lead), wide(x.dtype))
+    factors, of_y = spec.split("->")
+    of_x, of_kernel = factors.split(",")
+    g = g.astype(x.dtype)
+    d_x = einsum(f"{of_y},{of_kernel}->{of_x}", g, kernel, x.dtype)
+    return d_x, einsum(f"{of_x},{of_y}->{of_kernel}", x, g, wide(x.dtype))
 
 
-def tensordot(x: jax.Array, y: jax.Array, axes: Any, out: Any) -> jax.Array:
+def einsum(spec: str, x: jax.Array, y: jax.Array, out: Any) -> jax.Array:
     """Summed in float32 at least, and rounded at most once."""
     if placement.platform() == "cpu":  # XLA's has no product of narrow arrays that is wide
         x, y = x.astype(out), y.astype(out)
-    return jnp.tensordot(x, y, axes, preferred_element_type=out)
+    return jnp.einsum(spec, x, y, preferred_element_type=out)
 
 
 product.defvjp(product_forward, product_backward)

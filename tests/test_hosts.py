@@ -7,9 +7,12 @@ import signal
 import socket
 import time
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from tests.processes import fork
+from train import hosts
 from train.line import LOST
 from train.log import read
 from train.workdir import open_workdir
@@ -112,3 +115,9 @@ def test_signals_stop_all_and_a_lost_host_ends_all(tmp_path):
     one, two = losses(tmp_path / "one"), losses(workdir)
     assert list(two) == list(range(1, len(two) + 1)) and len(two) >= step
     assert list(two.values()) == pytest.approx([one[step] for step in two], rel=1e-5)
+
+
+def test_a_lack_of_memory_is_told_in_a_line():
+    with pytest.raises(jax.errors.JaxRuntimeError) as found:
+        jnp.zeros(2**50, jnp.uint8).block_until_ready()
+    assert hosts.explain(found.value) == "out of memory: Out of memory allocating 1125899906842624 bytes"

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from model.errors import UserError
+from model.errors import UserError, out_of_memory
 from train import join
 from train.line import LOST, Line, end_process
 
@@ -59,6 +59,9 @@ def _end_all(error: BaseException) -> None:
     if isinstance(error, UserError | OSError):
         line.fail(2, text, everywhere=isinstance(error, Agreed))
         end_process(2, f"error: {text}")
+    if out_of_memory(error):
+        line.fail(1, text)
+        end_process(1, f"error: {text}")
     if isinstance(error, KeyboardInterrupt):
         line.fail(130, "interrupted")
         end_process(130, "error: interrupted")
@@ -74,6 +77,8 @@ def explain(error: BaseException) -> str:
     """An error in one line."""
     if isinstance(error, UserError):
         return " ".join(str(error).split())
+    if lacking := out_of_memory(error):
+        return lacking
     if isinstance(error, OSError) and error.strerror:
         return f"cannot use {error.filename}: {error.strerror}" if error.filename else error.strerror
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"

@@ -174,8 +174,8 @@ def fused(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, opens: A
 def lacking(x: Array, B: Array) -> list[str]:
     """Why the fused kernels cannot serve a call; empty if they can."""
     reasons, P, N = [], x.shape[-1], B.shape[-1]
-    if (platform := placement.platform()) != "gpu":
-        reasons.append(f"the platform {platform} (it runs on gpu)")
+    if placement.capability() < AMPERE:
+        reasons.append(f"the platform {placement.chip()} (it runs on gpu from {AMPERE[0]}.{AMPERE[1]})")
     if x.dtype not in DTYPES:
         reasons.append(f"{x.dtype} (it takes {', '.join(DTYPES)})")
     if any(size not in SIDES for size in (P, N)):
@@ -185,7 +185,8 @@ def lacking(x: Array, B: Array) -> list[str]:
     return reasons
 
 
-DTYPES = ("bfloat16", "float16", "float32")  # of the fused kernels
+AMPERE = (8, 0)  # compute capability that the fused kernels need
+DTYPES = ("bfloat16", "float16", "float32")  # that they take
 SIDES = (16, 32, 64, 128)  # of their matrices
 IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked, "fused": fused}
 

@@ -66,6 +66,7 @@ def short_conv(
     and rounded to that of x.
     """
 
+    @jax.checkpoint  # else the wide copies of x are kept for the gradient, which takes no more than x and the kernel
     def convolve(x, past, reach, kernel, bias):
         W, L = kernel.shape[0], x.shape[1]
         window = jnp.concatenate([past, x], axis=1)

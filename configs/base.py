@@ -11,9 +11,11 @@ from typing import Annotated, Literal
 from ml_collections import ConfigDict
 
 from data import TASKS
+from model.block import NORM_ORDERS
 from model.build import DTYPES, KINDS
-from model.layers import ACTIVATIONS, NORMS
+from model.layers import NORMS
 from model.mixers import MIXERS
+from model.mlp import MLPS
 from model.positions import POSITIONS
 from model.settings import (
     Count,
@@ -42,9 +44,11 @@ class Model:
     position: Literal[*POSITIONS] = "none"
     causal: bool = True
     norm: Literal[*NORMS] = "rmsnorm"
-    norm_order: Literal["pre", "post"] = "pre"
-    mlp: Literal[*ACTIVATIONS] = "swiglu"
-    mlp_width: Literal[0] | Dim = 0  # 0: 4 x width; for swiglu 8/3 x width, rounded up to a multiple of 32
+    norm_order: Literal[*NORM_ORDERS] = "pre"  # before each sub-layer, after the sum, before and after, or nowhere
+    residual: bool = True  # False: a sub-layer's output takes the place of its input
+    parallel: bool = False  # mixer and MLP read the same vectors, and both are added
+    mlp: Literal[*MLPS] = "swiglu"
+    mlp_width: Literal[0] | Dim = 0  # 0: 4 x width; if gated 8/3 x width, rounded up to a multiple of 32
     dropout: Annotated[float, at_least(0), below(1)] = 0.0
     tied: bool = True  # one matrix embeds and unembeds
     pool: Literal["mean", "cls", "last"] = "mean"  # the hidden vector that classification reads

@@ -128,7 +128,7 @@ def read(restored: Restored, tokens: np.ndarray, segments: np.ndarray | None) ->
         whose = np.ones_like(row) if segments is None else segments[i]
         held = inside(model, restored.params, row[None], None if segments is None else whose[None])
         held = [{name: np.asarray(array)[0] for name, array in layer.items()} for layer in held]
-        if model.n_classes and model.pool == "cls":
+        if model.cls:
             row, whose = np.concatenate([[CLS], row]), np.concatenate([whose[:1], whose])
         for segment in np.unique(whose[whose > 0]):
             at = np.flatnonzero(whose == segment)

@@ -1,4 +1,4 @@
-"""One layer: a mixer and an MLP, each with its norm, dropout and residual."""
+"""One layer: sub-layers in turn, each a branch of the residual stream with its norm and dropout."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,38 +8,74 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import Context, Mixer, State
-from model.layers import MLP, norm
+from model.layers import norm
 
 ACTIVATION = ("batch", "length", None)  # logical axes of [B, L, D]
 
+SubLayers = tuple[tuple[str, Callable[..., Mixer]], ...]  # names, and what builds each
+
+# Where the norms of a branch f stand: `x + f(norm(x))`, `norm(x + f(x))`, `x + norm(f(norm(x)))`, `x + f(x)`.
+NORM_ORDERS = {"pre": ("before",), "post": ("after",), "sandwich": ("before", "inside"), "none": ()}
+
 
 class Block(nn.Module):
-    """Pre-norm, `x + f(norm(x))`, or post-norm, `norm(x + f(x))`, for the mixer and then the MLP."""
+    """Sub-layers that obey the contract of a mixer: as a rule a mixer and an MLP.
 
-    mixer: Callable[..., Mixer]
+    `parallel`: they all read the first one's norm of the same vectors, and their outputs are added
+    (https://arxiv.org/abs/2204.02311).
+    """
+
+    sublayers: SubLayers
     norm: str = "rmsnorm"
     norm_order: str = "pre"
-    mlp: str = "swiglu"
-    mlp_width: int = 0
+    residual: bool = True
+    parallel: bool = False
     dropout: float = 0.0
     dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
-        mixer = self.mixer(name="mixer")
-        h, state = mixer(self.before(x, "mixer_norm"), ctx, state)
-        x = self.after(x, h, ctx, "mixer_norm")
-        if self.mlp != "none":
-            h = MLP(self.mlp, self.mlp_width, self.dtype, name="mlp")(self.before(x, "mlp_norm"))
-            x = self.after(x, h, ctx, "mlp_norm")
+        new: dict[str, State] = {}
+
+        def branch(x: jax.Array, name: str, build: Callable[..., Mixer]) -> jax.Array:
+            y, new[name] = build(name=name)(x, ctx, None if state is None else state[name])
+            return y
+
+        if self.parallel:
+            first = self.sublayers[0][0]
+            x = self.added(x, first, lambda x: sum(branch(x, *one) for one in self.sublayers), ctx)
+        else:
+            for name, build in self.sublayers:
+                x = self.added(x, name, lambda x, one=(name, build): branch(x, *one), ctx)
         x = nn.with_logical_constraint(x, ACTIVATION)
         if not self.is_initializing():  # else `init` would return it beside the parameters
             self.sow("maps", "output", x)  # dropped unless the caller asks for it: `mutable=["maps"]`
-        return x, state
+        return x, None if state is None else new
 
-    def before(self, x: jax.Array, name: str) -> jax.Array:
-        return norm(self.norm, self.dtype, name)(x) if self.norm_order == "pre" else x
+    def added(self, x: jax.Array, name: str, branch: Callable[[jax.Array], jax.Array], ctx: Context) -> jax.Array:
+        """The residual stream with a branch added to it."""
+        order = NORM_ORDERS[self.norm_order]
+        y = branch(self.normed(x, f"{name}_norm") if "before" in order else x)
+        if "inside" in order:
+            y = self.normed(y, f"{name}_out_norm")
+        y = nn.Dropout(self.dropout, name=f"{name}_norm_dropout")(y, deterministic=not ctx.train)
+        y = x + y if self.residual else y
+        return self.normed(y, f"{name}_norm") if "after" in order else y
 
-    def after(self, x: jax.Array, h: jax.Array, ctx: Context, name: str) -> jax.Array:
-        x = x + nn.Dropout(self.dropout, name=f"{name}_dropout")(h, deterministic=not ctx.train)
-        return norm(self.norm, self.dtype, name)(x) if self.norm_order == "post" else x
+    def normed(self, x: jax.Array, name: str) -> jax.Array:
+        return norm(self.norm, self.dtype, name)(x)
+
+    def parts(self) -> dict[str, Mixer]:
+        """The sub-layers, unbound: good for questions that need no parameters."""
+        return {name: build(parent=None) for name, build in self.sublayers}
+
+    @property
+    def causal(self) -> bool:
+        """Whether no token sees a later one."""
+        return all(part.causal for part in self.parts().values())
+
+    def init_state(self, batch: int, max_len: int) -> State:
+        return {name: part.init_state(batch, max_len) for name, part in self.parts().items()}
+
+    def state_bytes(self, length: int) -> int:
+        return sum(part.state_bytes(length) for part in self.parts().values())

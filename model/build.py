@@ -1,20 +1,22 @@
 """From a config's model section to a model; what does not go together is told before anything is compiled."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
 
+from model.backbone import Backbone
 from model.block import Block
 from model.contract import Mixer
 from model.errors import UserError, choose
-from model.heads import SequenceModel
-from model.layers import mlp_width
+from model.heads import ClassHead, TokenHead
 from model.mixers import MIXERS
+from model.mlp import MLPS, mlp_width
 from model.positions import POSITIONS, Position
 from model.seq2seq import Seq2Seq
+from model.sequence import SequenceModel
 from model.settings import Section, defaults, section
 from model.stack import Stack
 
@@ -46,40 +48,46 @@ def stack(c: Mapping[str, Any], vocab_size: int, n_classes: int, tail: int) -> S
     check(c, n_classes)
     dtype = DTYPES[c["dtype"]]
     position = partial(POSITIONS[c["position"]], **c.get(c["position"], {}))
-
-    def block(name: str):
-        cls = MIXERS[name]
-        place = {"position": position} if hasattr(cls, "softmax") else {}
-        mixer = partial(cls, width=c["width"], causal=c["causal"], dtype=dtype, **place, **c.get(name, {}))
-        return partial(
-            Block,
-            mixer=mixer,
-            norm=c["norm"],
-            norm_order=c["norm_order"],
-            mlp=c["mlp"],
-            mlp_width=mlp_width(c["mlp"], c["width"], c["mlp_width"]),
-            dropout=c["dropout"],
-            dtype=dtype,
-        )
-
     layers = partial(
         Stack,
-        blocks=tuple(block(m) for m in c["mixers"]),
+        blocks=tuple(block(c, name, position) for name in c["mixers"]),
         layers=c["layers"],
         scan=c["scan"],
         remat=c["remat"],
     )
-    return SequenceModel(
-        vocab_size=vocab_size,
+    backbone = partial(
+        Backbone,
         width=c["width"],
         stack=layers,
         position=position,
-        n_classes=n_classes,
-        pool=c["pool"],
-        norm=c["norm"],
-        tied=c["tied"],
+        cls=bool(n_classes) and c["pool"] == "cls",
         dropout=c["dropout"],
         dtype=dtype,
+    )
+    if n_classes:
+        head = partial(ClassHead, n_classes=n_classes, norm=c["norm"], pool=c["pool"], dtype=dtype)
+    else:
+        head = partial(TokenHead, vocab_size=vocab_size, norm=c["norm"], tied=c["tied"], dtype=dtype)
+    return SequenceModel(vocab_size=vocab_size, width=c["width"], backbone=backbone, head=head, dtype=dtype)
+
+
+def block(c: Mapping[str, Any], name: str, position: Callable[..., Position]) -> Callable[..., Block]:
+    """A layer with the mixer of that name."""
+    cls, shared = MIXERS[name], dict(width=c["width"], causal=c["causal"], dtype=DTYPES[c["dtype"]])
+    place = {"position": position} if hasattr(cls, "softmax") else {}
+    sublayers = [("mixer", partial(cls, **shared, **place, **c.get(name, {})))]
+    if mlp := MLPS[c["mlp"]]:
+        hidden = mlp_width(c["mlp"], c["width"], c["mlp_width"])
+        sublayers.append(("mlp", partial(mlp, **shared, hidden=hidden)))
+    return partial(
+        Block,
+        sublayers=tuple(sublayers),
+        norm=c["norm"],
+        norm_order=c["norm_order"],
+        residual=c["residual"],
+        parallel=c["parallel"],
+        dropout=c["dropout"],
+        dtype=DTYPES[c["dtype"]],
     )
 
 
@@ -129,7 +137,10 @@ def group_rules(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(pattern of a parameter's path, optimizer group); a path that none matches is in the group `decay`."""
     rules = [(rf"(.*/)?{name}", group) for name, group in SHARED_GROUPS.items()]
     rules += [(rf"(.*/)?position/{name}", group) for name, group in POSITIONS[config["position"]].groups.items()]
+    mlp = MLPS[config["mlp"]]
+    of_mlp = mlp(parent=None, width=1).groups if mlp else {}
     for i, mixer in enumerate(config["mixers"]):
-        for name, group in MIXERS[mixer].groups.items():
-            rules.append((rf"stack/(layers|rest)/block_{i}/mixer/{re.escape(name)}", group))
+        for part, groups in (("mixer", MIXERS[mixer].groups), ("mlp", of_mlp)):
+            for name, group in groups.items():
+                rules.append((rf"stack/(layers|rest)/block_{i}/{part}/{re.escape(name)}", group))
     return rules

@@ -1,4 +1,4 @@
-"""Dense maps, norms and MLPs: the parts between the mixers."""
+"""Dense maps, embeddings and norms: the parts of which layers are made."""
 
 import math
 from typing import Any
@@ -78,33 +78,6 @@ def norm(kind: str, dtype: Any, name: str) -> nn.Module:
     """RMSNorm (https://arxiv.org/abs/1910.07467) or LayerNorm, statistics in float32."""
     # The scale is a vector of the width: cheap enough to keep whole on every device.
     return choose("norm", kind, NORMS)(epsilon=1e-5, dtype=dtype, param_dtype=wide(dtype), name=name)
-
-
-ACTIVATIONS = {"relu": nn.relu, "gelu": nn.gelu, "swiglu": nn.silu, "none": None}
-
-
-def mlp_width(kind: str, width: int, given: int) -> int:
-    """The hidden width: as given, else 4 D, or for SwiGLU 8/3 D (equal parameters) rounded up to 32."""
-    if given:
-        return given
-    return -(-8 * width // (3 * 32)) * 32 if kind == "swiglu" else 4 * width
-
-
-class MLP(nn.Module):
-    """A two-layer MLP with ReLU or GELU, or SwiGLU (https://arxiv.org/abs/2002.05202)."""
-
-    kind: str
-    hidden: int
-    dtype: Any = jnp.float32
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        gated = self.kind == "swiglu"
-        h = dense(self.hidden, ("embed", "mlp"), self.dtype, "up", bias=not gated)(x)
-        h = ACTIVATIONS[self.kind](h)
-        if gated:
-            h = h * dense(self.hidden, ("embed", "mlp"), self.dtype, "gate")(x)
-        return dense(x.shape[-1], ("mlp", "embed"), self.dtype, "down", bias=not gated)(h)
 
 
 def check_divides(what: str, part: int, whole_name: str, whole: int) -> None:

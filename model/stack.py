@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from model.block import Block
-from model.contract import Context, Mixer, State
+from model.contract import Context, State
 
 
 class Cycle(nn.Module):
@@ -59,9 +59,14 @@ class Stack(nn.Module):
             x, rest = cycle(self.rest, name="rest")(x, ctx, None if state is None else state["rest"])
         return x, None if state is None else dict(layers=looped, rest=rest)
 
+    @property
+    def causal(self) -> bool:
+        """Whether no layer sees what comes later."""
+        return all(block(parent=None).causal for block in self.blocks)
+
     def init_state(self, batch: int, max_len: int) -> State:
         def opened(blocks):
-            return tuple(mixer_of(block).init_state(batch, max_len) for block in blocks)
+            return tuple(block(parent=None).init_state(batch, max_len) for block in blocks)
 
         def stacked(leaf):
             return jnp.broadcast_to(leaf, (self.repeats, *leaf.shape))
@@ -72,10 +77,5 @@ class Stack(nn.Module):
         )
 
     def state_bytes(self, length: int) -> int:
-        each = [mixer_of(block).state_bytes(length) for block in self.blocks]
+        each = [block(parent=None).state_bytes(length) for block in self.blocks]
         return self.repeats * sum(each) + sum(each[: len(self.rest)])
-
-
-def mixer_of(block: Callable[..., Block]) -> Mixer:
-    """The mixer a block would build, unbound: good for questions that need no parameters."""
-    return block(parent=None).mixer(parent=None)

@@ -8,10 +8,11 @@ import pytest
 
 from configs import base
 from model import build
+from model.block import NORM_ORDERS
 from model.documents import document_positions, open_reading
 from model.errors import UserError
-from model.layers import mlp_width
 from model.mixers.s4d import INITS, s4d_kernel
+from model.mlp import MLPS, mlp_width
 from model.ops.conv import fft_conv, short_conv
 from model.ops.scan import IMPLEMENTATIONS, linear_scan, selective_scan
 
@@ -153,18 +154,36 @@ def test_looped_unrolled_and_rematerialised_agree(mixers, layers):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), other, grads[0])
 
 
-@pytest.mark.parametrize("norm_order", ["pre", "post"])
-@pytest.mark.parametrize("mlp", ["none", "relu", "gelu", "swiglu"])
-def test_block_choices(norm_order, mlp):
-    config = model_config(norm_order=norm_order, mlp=mlp, norm="layernorm", tied=False, dropout=0.1)
+CHOICES = [{"norm_order": order} for order in NORM_ORDERS] + [{"mlp": mlp} for mlp in MLPS if mlp != "swiglu"]
+CHOICES += [{"parallel": True}, {"residual": False}]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_block_choices(choice):
+    """Each makes a model that drops out, skips padding, and in pieces gives what it gives whole."""
+    config = model_config(norm="layernorm", tied=False, dropout=0.1, **choice)
     model = build.build(config, 20)
     variables = init(model, TOKENS)
     logits, _ = run(model, variables, TOKENS)
     dropped, _ = run(model, variables, TOKENS, train=True, rngs={"dropout": jax.random.key(1)})
     assert logits.shape == (2, 12, 20) and np.isfinite(logits).all() and not np.allclose(logits, dropped)
     block = variables["params"]["stack"]["layers"]["block_0"]
-    assert ("mlp" in block) == (mlp != "none")
+    assert ("mlp" in block) == (choice.get("mlp") != "none")
+    assert ("mlp_norm" in block) == (
+        not choice.keys() & {"parallel"} and choice not in ({"norm_order": "none"}, {"mlp": "none"})
+    )
     assert "unembed" in variables["params"]
+    segments = jnp.asarray([[1] * 4 + [0] + [1] * 3 + [2] * 4, [0] + [3] * 11], jnp.int32)
+    whole, _ = run(model, variables, TOKENS, segments=segments)
+    state, parts = model.init_state(2, 12), []
+    for start in (0, 6):
+        some = slice(start, start + 6)
+        y, state = run(model, variables, TOKENS[:, some], segments=segments[:, some], state=state)
+        parts.append(y)
+    real = segments > 0
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1)[real], whole[real], atol=2e-5)
+    np.testing.assert_allclose(whole[0, 8:], run(model, variables, TOKENS[:1, 8:])[0][0], atol=2e-5)  # document 2
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(model.init_state(1, 12)["stack"])) == model.state_bytes(12)
 
 
 @pytest.mark.parametrize("pool", ["mean", "cls", "last"])

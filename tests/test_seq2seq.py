@@ -21,8 +21,9 @@ from model.seq2seq import Decoder, Seq2Seq, Source, attending_gru, cut
 from train import config as configs
 from train.log import read
 from train.loop import train, validate
+from train.objective import cross_entropy
 from train.run import at_length, prepare
-from train.step import forward, init_state, train_step
+from train.step import init_state, train_step
 
 V, D, S, T = 10, 16, 6, 4
 MODEL = Seq2Seq(V, D, T)
@@ -185,7 +186,7 @@ def test_it_learns_to_copy_by_looking_at_each_token_in_turn():
     model, rate = Seq2Seq(V, 32, N), optax.constant_schedule(5e-3)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
     state = nn.unbox(jax.jit(lambda: init_state(model, tx, copying(0), np.uint32(0)))())
-    step, losses = jax.jit(train_step(model, tx, rate), donate_argnums=0), []
+    step, losses = jax.jit(train_step(model, cross_entropy({}), tx, rate), donate_argnums=0), []
     for i in range(300):
         state, sums = step(state, copying(i))
         losses.append(float(sums["loss"][0] / sums["loss"][1]))
@@ -248,7 +249,8 @@ def test_an_answer_is_blind_to_what_it_is_scored_by_and_to_later_tokens(variable
         """Of `token` at place q, if it were the target there and at all places that follow."""
         place = jnp.arange(batch["at"].shape[1])[None]
         targets, weights = jnp.where(place < q, batch["targets"], token), (place == q).astype(jnp.float32)
-        _, sums = forward(model, variables["params"], dict(batch, inputs=inputs, targets=targets, weights=weights))
+        asked = dict(batch, inputs=inputs, targets=targets, weights=weights)
+        sums = cross_entropy({})(model, variables["params"], asked, None)
         return jnp.exp(-sums["loss"][0])
 
     chances = partial(jax.jit(jax.vmap(chance, (0, None, None))), jnp.arange(V))

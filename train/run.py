@@ -18,6 +18,7 @@ from model.errors import UserError
 from model.ops.cudnn_attention import deterministic as deterministic_attention
 from train import config as configs
 from train import hosts, sharding
+from train.objective import cross_entropy
 from train.optim import optimizer, schedule
 from train.step import RunState, eval_step, init_state, train_step
 
@@ -63,7 +64,8 @@ def prepare(config: ConfigDict) -> Run:
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), nn.unbox(boxed), shardings)
 
     rate = schedule(config.optim, config.steps)
-    step = train_step(model, tx, rate, config.optim.accumulate)
+    objective = cross_entropy(task.attributes)
+    step = train_step(model, objective, tx, rate, config.optim.accumulate)
     replicated = sharding.replicated(mesh)
     return Run(
         config=config,
@@ -74,7 +76,7 @@ def prepare(config: ConfigDict) -> Run:
         abstract=abstract,
         init=partial(hosts.in_step(jax.jit(lambda seed: nn.unbox(init(seed)), out_shardings=shardings)), seed),
         train_step=on_mesh(step, mesh, config, donate_argnums=0, out_shardings=(shardings, replicated)),
-        eval_step=on_mesh(eval_step(model, task.attributes), mesh, config, out_shardings=replicated),
+        eval_step=on_mesh(eval_step(model, objective), mesh, config, out_shardings=replicated),
     )
 
 
@@ -98,7 +100,7 @@ def at_length(run: Run, length: int) -> Run:
     c.batch_size = max((n for n in range(share, room + 1, share) if examples % n == 0), default=share)
     c.eval_batches = examples // c.batch_size
     model = model_for(task, c)  # the same parameters; where the tail begins may depend on the length
-    step = on_mesh(eval_step(model, task.attributes), mesh, c, out_shardings=sharding.replicated(mesh))
+    step = on_mesh(eval_step(model, cross_entropy(task.attributes)), mesh, c, out_shardings=sharding.replicated(mesh))
     return dataclasses.replace(run, config=c, task=task, model=model, eval_step=step)
 
 

@@ -1,6 +1,6 @@
 """One training step and one evaluation step, as pure functions of the run's state and a batch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -10,9 +10,7 @@ import optax
 from flax import struct
 
 from model.build import Model
-
-Batch = Mapping[str, jax.Array]
-Sums = dict[str, tuple[jax.Array, jax.Array]]  # metric -> (sum, count)
+from train.objective import Batch, Objective, Sums
 
 
 @struct.dataclass
@@ -36,26 +34,9 @@ def init_state(model: Model, tx: optax.GradientTransformation, batch: Batch, see
     return RunState(seed=jnp.asarray(seed, jnp.uint32), params=params, opt_state=tx.init(params), **counts)
 
 
-def forward(model: Model, params: Any, batch: Batch, rng: jax.Array | None = None) -> tuple[jax.Array, Sums]:
-    """Logits, and (sum, count) of loss and accuracy over the batch's weighted targets."""
-    logits, _ = model.apply(
-        {"params": params},
-        batch["inputs"],
-        segments=batch.get("segments"),
-        at=batch.get("at"),
-        train=rng is not None,
-        rngs=None if rng is None else {"dropout": rng},
-    )
-    weights = batch["weights"]
-    logits = jnp.where(weights[..., None] > 0, logits, 0)  # what is not asked may be answered by NaN
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]) * weights
-    hits = (jnp.argmax(logits, -1) == batch["targets"]) * weights
-    count = weights.sum()
-    return hits, {"loss": (loss.sum(), count), "accuracy": (hits.sum(), count)}
-
-
 def train_step(
     model: Model,
+    objective: Objective,
     tx: optax.GradientTransformation,
     lr: optax.Schedule,
     accumulate: int = 1,
@@ -66,20 +47,22 @@ def train_step(
     good whatever the loop does next.
     """
 
-    def gradient(params, batch, rng, count):
-        def objective(params):
-            _, sums = forward(model, params, batch, rng)
-            return sums["loss"][0] / count, sums
+    def gradient(params, batch, rng):
+        """Of the loss's sum: divided by its count once all parts of a batch are added up."""
 
-        return jax.grad(objective, has_aux=True)(params)
+        def total(params):
+            sums = objective(model, params, batch, rng)
+            return sums["loss"][0], sums
+
+        return jax.grad(total, has_aux=True)(params)
 
     def step(state: RunState, batch: Batch) -> tuple[RunState, Sums]:
         rng = jax.random.fold_in(jax.random.key(state.seed), state.step)
-        count = jnp.maximum(batch["weights"].sum(), 1.0)
         if accumulate == 1:
-            grads, sums = gradient(state.params, batch, rng, count)
+            grads, sums = gradient(state.params, batch, rng)
         else:
-            grads, sums = accumulated(gradient, state.params, batch, rng, count, accumulate)
+            grads, sums = accumulated(gradient, state.params, batch, rng, accumulate)
+        grads = jax.tree.map(lambda grad: grad / jnp.maximum(sums["loss"][1], 1.0), grads)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         grad_norm = optax.global_norm(grads)
@@ -104,7 +87,7 @@ def all_finite(tree: Any) -> jax.Array:
     return jnp.all(jnp.stack([jnp.isfinite(x).all() for x in floats]))
 
 
-def accumulated(gradient, params, batch, rng, count, n):
+def accumulated(gradient, params, batch, rng, n):
     """Gradients and sums over n micro-batches, equal to those of the whole batch."""
     # Rows n apart go together, so that every micro-batch stays spread over the devices.
     micro = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0), batch)
@@ -112,25 +95,19 @@ def accumulated(gradient, params, batch, rng, count, n):
     def add(total, xs):
         i, part = xs
         part = jax.tree.map(lambda x: nn.with_logical_constraint(x, ("batch",) + (None,) * (x.ndim - 1)), part)
-        return jax.tree.map(jnp.add, total, gradient(params, part, jax.random.fold_in(rng, i), count)), None
+        return jax.tree.map(jnp.add, total, gradient(params, part, jax.random.fold_in(rng, i))), None
 
     first = jax.tree.map(lambda x: x[0], micro)
-    shapes = jax.eval_shape(gradient, params, first, rng, count)
+    shapes = jax.eval_shape(gradient, params, first, rng)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     total, _ = jax.lax.scan(add, zeros, (jnp.arange(n), micro))
     return total
 
 
-def eval_step(model: Model, attributes: Mapping[str, tuple[str, ...]]) -> Callable[[Any, Batch], Sums]:
-    """Sums over one batch, and accuracy within every bin of every attribute that the task declares."""
+def eval_step(model: Model, objective: Objective) -> Callable[[Any, Batch], Sums]:
+    """Sums over one batch."""
 
     def step(params: Any, batch: Batch) -> Sums:
-        hits, sums = forward(model, params, batch)
-        for name, labels in attributes.items():
-            bins = batch[f"attr_{name}"].reshape(-1)
-            sums[f"accuracy/{name}"] = tuple(
-                jax.ops.segment_sum(values.reshape(-1), bins, len(labels)) for values in (hits, batch["weights"])
-            )
-        return sums
+        return objective(model, params, batch, None)
 
     return step

@@ -1,0 +1,82 @@
+"""What stands between the inputs and the heads: positions and a stack of layers, vectors `[B, L, D]` in and out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from model.block import ACTIVATION
+from model.contract import Context, State, wide
+from model.documents import Reading, document_positions, open_reading
+from model.positions import Position
+from model.stack import Stack
+
+
+class Backbone(nn.Module):
+    """A stack of layers over embedded tokens; with `cls` over one vector more, a learned one in front of each row."""
+
+    width: int
+    stack: Callable[..., Stack]
+    position: Callable[..., Position] = Position
+    cls: bool = False
+    dropout: float = 0.0  # of the embeddings
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        segments: jax.Array | None = None,
+        state: State = None,
+        memory: jax.Array | None = None,
+        memory_segments: jax.Array | None = None,
+        train: bool = False,
+    ) -> tuple[jax.Array, State]:
+        """The vectors after the last layer, and the state after these tokens.
+
+        `memory` `[B, M, D]` is what cross-attention reads; of `memory_segments` 0 is padding.
+        """
+        if self.cls:
+            zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("embed",))
+            cls = self.param("cls", zeros, (self.width,), wide(self.dtype)).astype(x.dtype)
+            x = jnp.concatenate([jnp.broadcast_to(cls, (*x.shape[:1], 1, self.width)), x], axis=1)
+            segments = None if segments is None else jnp.concatenate([segments[:, :1], segments], axis=1)
+        positions, reading = place(x, segments, state)
+        ctx = Context(positions, segments, memory, memory_segments, train)
+        at_all = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
+        x = self.position(name="position", dtype=self.dtype).embed(x, at_all)
+        x = nn.Dropout(self.dropout, name="embed_dropout")(x, deterministic=not train)
+        x = nn.with_logical_constraint(x, ACTIVATION)
+        x, inner = self.stack(name="stack")(x, ctx, None if state is None else state["stack"])
+        return x, None if state is None else dict(reading=reading, stack=inner)
+
+    @property
+    def causal(self) -> bool:
+        """Whether no layer sees what comes later."""
+        return self.stack(parent=None).causal
+
+    def limit(self) -> int | None:
+        """The number of positions that it can place; None: any."""
+        return self.position(parent=None).limit()
+
+    def init_state(self, batch: int, max_len: int) -> State:
+        """An empty past of every layer, for generation."""
+        return dict(reading=open_reading(batch), stack=self.stack(parent=None).init_state(batch, max_len))
+
+    def state_bytes(self, length: int) -> int:
+        """Bytes that the layers keep of one row's past of `length` tokens."""
+        return self.stack(parent=None).state_bytes(length)
+
+
+def place(x: jax.Array, segments: jax.Array | None, state: State) -> tuple[jax.Array | None, Reading | None]:
+    """Positions within documents, `[B, L]` or None for 0, 1, 2, ..., and with a state the reading to go on from."""
+    B, L = x.shape[:2]
+    if segments is None and state is None:
+        return None, None
+    if segments is None:  # one document a row, going on where the last call stopped
+        reading = state["reading"]
+        positions = reading.count[:, None] + jnp.arange(L, dtype=jnp.int32)
+        return positions, Reading(segment=jnp.ones(B, jnp.int32), count=reading.count + L)
+    return document_positions(segments, open_reading(B) if state is None else state["reading"])

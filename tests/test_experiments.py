@@ -9,11 +9,13 @@ import time
 
 import pytest
 
-from experiments import campaign, folders, formats, rows, startup
-from experiments.expand import expand, split
-from experiments.layout import sheet
-from experiments.runs import Run, names, read_value, short_keys, with_argument
-from experiments.tables import TABLES, choose_scale, layout
+from experiments.measurements import startup
+from experiments.running import campaign, folders
+from experiments.running.expand import expand, split
+from experiments.running.runs import Run, names, read_value, short_keys, with_argument
+from experiments.tables import formats, rows
+from experiments.tables.definitions import TABLES, choose_scale, layout
+from experiments.tables.layout import sheet
 from model.errors import UserError
 from tests.processes import fork
 from tests.test_report import row

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import campaign, folders, launch, progress, rows
-from experiments.launch import Event, Job, local
-from experiments.runs import Run
+from experiments.running import campaign, folders, launch, progress
+from experiments.running.launch import Event, Job, local
+from experiments.running.runs import Run
+from experiments.tables import rows
 from tests.test_experiments import wait_until
 
 ROOT = Path(__file__).parent.parent

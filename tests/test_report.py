@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments import folders, formats, plot, rows
-from experiments.layout import Layout, Published, sheet
-from experiments.publish import publish
-from experiments.runs import Run
+from experiments.running import folders
+from experiments.running.runs import Run
+from experiments.tables import formats, plot, rows
+from experiments.tables.layout import Layout, Published, sheet
+from experiments.tables.publish import publish
 from model.errors import UserError
 
 ROOT = Path(__file__).parent.parent

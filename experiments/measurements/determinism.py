@@ -20,8 +20,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from experiments import folders
-from experiments.runs import Run, Value, command, texts, with_argument
+from experiments.running import folders
+from experiments.running.runs import Run, Value, command, texts, with_argument
 from model.errors import UserError
 from train import checkpoint, log
 from train import config as configs

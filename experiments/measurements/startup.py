@@ -7,8 +7,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from experiments.folders import last_line
-from experiments.runs import Run, Value, command, texts
+from experiments.running.folders import last_line
+from experiments.running.runs import Run, Value, command, texts
 from model.errors import UserError
 from train import config as configs
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from experiments.runs import Run
+from experiments.running.runs import Run
 from model.errors import UserError
 from train import workdir
 

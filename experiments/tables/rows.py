@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments import folders
+from experiments.running import folders
 from model.errors import UserError, closest
 
 Row = dict[str, Any]

@@ -9,10 +9,10 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import product
 
-from experiments import published
-from experiments.layout import Layout
-from experiments.published import Quotes
-from experiments.runs import Run, Value
+from experiments.running.runs import Run, Value
+from experiments.tables import published
+from experiments.tables.layout import Layout
+from experiments.tables.published import Quotes
 from model.errors import UserError, choose, closest
 from model.positions import POSITIONS
 

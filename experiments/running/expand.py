@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from experiments.runs import Run, Value, read_value, with_argument
+from experiments.running.runs import Run, Value, read_value, with_argument
 from model.errors import UserError
 
 Setting = dict[str, Value]

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from experiments import folders, rows
-from experiments.launch import LAUNCHERS, Job
-from experiments.machine import look
-from experiments.progress import Tally, follow
-from experiments.runs import Run, command, names, texts
+from experiments.running import folders
+from experiments.running.launch import LAUNCHERS, Job
+from experiments.running.machine import look
+from experiments.running.progress import Tally, follow
+from experiments.running.runs import Run, command, names, texts
+from experiments.tables import rows
 from model.errors import UserError, choose
 from train import config as configs
 

@@ -12,7 +12,7 @@ import pytest
 from experiments.measurements import startup
 from experiments.running import campaign, folders
 from experiments.running.expand import expand, split
-from experiments.running.runs import Run, names, read_value, short_keys, with_argument
+from experiments.running.runs import RunSpec, names, read_value, short_keys, with_argument
 from experiments.tables import formats, rows
 from experiments.tables.definitions import TABLES, choose_scale, layout
 from experiments.tables.layout import sheet
@@ -112,9 +112,9 @@ def test_names_are_short_unique_and_do_not_change_as_a_sweep_grows():
     assert set(few) < set(more)
     odd = names(
         [
-            Run(DEBUG, {}, {"path": "a/b"}),
-            Run(DEBUG, {}, {"path": "a b"}),
-            Run(DEBUG, {}, {"path": "x" * 300}),
+            RunSpec(DEBUG, {}, {"path": "a/b"}),
+            RunSpec(DEBUG, {}, {"path": "a b"}),
+            RunSpec(DEBUG, {}, {"path": "x" * 300}),
         ]
     )
     assert len(set(odd)) == 3

@@ -13,7 +13,7 @@ import pytest
 from experiments.running import campaign, folders, launch
 from experiments.running.launch import Job, local
 from experiments.running.machine import Claims, Machine, Slots, environment, look, share, shares
-from experiments.running.runs import Run
+from experiments.running.runs import RunSpec
 from model.errors import UserError
 from tests.test_experiments import wait_until
 
@@ -105,7 +105,7 @@ time.sleep(seconds)
 
 
 def job(out: Path, name: str, seconds: float = 0.5) -> Job:
-    folders.claim(out / name, Run("configs/debug.py", {}, {"name": name}), "abc")
+    folders.claim(out / name, RunSpec("configs/debug.py", {}, {"name": name}), "abc")
     return Job(name, [sys.executable, "-c", REPORT, str(out / name), str(seconds)], out / name)
 
 

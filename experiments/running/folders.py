@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from experiments.running.runs import Run
+from experiments.running.runs import RunSpec
 from model.errors import UserError
 from train import workdir
 
@@ -24,7 +24,7 @@ def make(folder: Path) -> None:
         raise UserError(f"cannot make the folder {folder}: {error.strerror}; give another --out") from error
 
 
-def claim(folder: Path, run: Run, config_hash: str) -> None:
+def claim(folder: Path, run: RunSpec, config_hash: str) -> None:
     """Makes a run's folder and notes in it what was asked for, so that a run that never starts is missed."""
     make(folder)
     write_json(folder / "run.json", {**asdict(run), "config_hash": config_hash})

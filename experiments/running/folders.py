@@ -77,7 +77,5 @@ def read_json(path: Path, **kinds: type) -> dict | None:
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Writes all of it or nothing, so that a reader never meets half a file."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
-    partial.replace(path)
+    """As `train.workdir.write_json`, where another sweep may write the same file at the same time."""
+    workdir.write_json(path, value, ending=f".{os.getpid()}.tmp")

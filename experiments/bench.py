@@ -21,9 +21,10 @@ from typing import Annotated
 import jax
 from absl import flags
 
-from experiments import attention_speed, determinism, folders, overhead, scan_speed, speed, startup
-from experiments.runs import read_value
-from experiments.tables import TABLES
+from experiments.measurements import attention_speed, determinism, overhead, scan_speed, speed, startup
+from experiments.running import folders
+from experiments.running.runs import read_value
+from experiments.tables.definitions import TABLES
 from model.errors import UserError, choose
 from model.settings import LARGEST, Count, Name, within
 from train import cli

@@ -12,7 +12,7 @@ from rich.text import Text
 
 import data
 from configs.archs import ARCHS
-from experiments.tables import TABLES
+from experiments.tables.definitions import TABLES
 from model.mixers import MIXERS
 from model.ops.attention import IMPLEMENTATIONS, support_matrix
 from model.positions import POSITIONS

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from absl import flags
 
-from experiments import rows
-from experiments.layout import Layout, sheet
-from experiments.publish import publish, show
+from experiments.tables import rows
+from experiments.tables.layout import Layout, sheet
+from experiments.tables.publish import publish, show
 from model.errors import UserError
 from model.settings import Name
 from train import cli

@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from experiments import campaign, rows
-from experiments.layout import sheet
-from experiments.publish import publish, show
-from experiments.runs import read_value
-from experiments.tables import SCALES, TABLES, Table, choose_scale, layout
+from experiments.running import campaign
+from experiments.running.runs import read_value
+from experiments.tables import rows
+from experiments.tables.definitions import SCALES, TABLES, Table, choose_scale, layout
+from experiments.tables.layout import sheet
+from experiments.tables.publish import publish, show
 from model.errors import UserError, choose
 from model.settings import Count, Name
 from train import cli

@@ -2,7 +2,7 @@
 
     python -m experiments.sweep --config=configs/debug.py --grid=optim.lr=1e-3,3e-3 --seeds=3 --out=runs/lr
 
-experiments/expand.py has the notation of --grid, --zip and --list; --config.KEY=VALUE holds for all. Call it
+experiments/running/expand.py has the notation of --grid, --zip and --list; --config.KEY=VALUE holds for all. Call it
 again to take up where it stopped: finished runs are skipped, others continue. Rows are in OUT/rows.jsonl.
 """
 
@@ -11,10 +11,10 @@ from typing import Literal
 
 from absl import flags
 
-from experiments import campaign
-from experiments.expand import expand
-from experiments.launch import LAUNCHERS
-from experiments.runs import read_value
+from experiments.running import campaign
+from experiments.running.expand import expand
+from experiments.running.launch import LAUNCHERS
+from experiments.running.runs import read_value
 from model.errors import UserError
 from model.settings import Count, Name
 from train import cli

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import attention_speed, speed
+from experiments.measurements import attention_speed, speed
 from model.errors import UserError
 from model.ops import attention as op
 from model.ops import sharing, tiled_attention

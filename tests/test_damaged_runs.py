@@ -16,7 +16,8 @@ import pytest
 from jax.sharding import AxisType
 
 from eval.restore import choose_step
-from experiments import folders, rows
+from experiments.running import folders
+from experiments.tables import rows
 from model.errors import UserError
 from tests.test_checkpoint import append, flip, truncate
 from train import config as configs

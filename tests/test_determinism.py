@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import determinism
-from experiments.runs import command
+from experiments.measurements import determinism
+from experiments.running.runs import command
 from model.errors import UserError
 from tests.processes import fork
 from train.checkpoint import Checkpoints

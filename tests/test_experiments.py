@@ -9,11 +9,13 @@ import time
 
 import pytest
 
-from experiments import campaign, folders, formats, rows, startup
-from experiments.expand import expand, split
-from experiments.layout import sheet
-from experiments.runs import Run, names, read_value, short_keys, with_argument
-from experiments.tables import TABLES, choose_scale, layout
+from experiments.measurements import startup
+from experiments.running import campaign, folders
+from experiments.running.expand import expand, split
+from experiments.running.runs import RunSpec, names, read_value, short_keys, with_argument
+from experiments.tables import formats, rows
+from experiments.tables.definitions import TABLES, choose_scale, layout
+from experiments.tables.layout import sheet
 from model.errors import UserError
 from tests.processes import fork
 from tests.test_report import row
@@ -110,9 +112,9 @@ def test_names_are_short_unique_and_do_not_change_as_a_sweep_grows():
     assert set(few) < set(more)
     odd = names(
         [
-            Run(DEBUG, {}, {"path": "a/b"}),
-            Run(DEBUG, {}, {"path": "a b"}),
-            Run(DEBUG, {}, {"path": "x" * 300}),
+            RunSpec(DEBUG, {}, {"path": "a/b"}),
+            RunSpec(DEBUG, {}, {"path": "a b"}),
+            RunSpec(DEBUG, {}, {"path": "x" * 300}),
         ]
     )
     assert len(set(odd)) == 3

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import campaign, folders, launch, progress, rows
-from experiments.launch import Event, Job, local
-from experiments.runs import Run
+from experiments.running import campaign, folders, launch, progress
+from experiments.running.launch import Event, Job, local
+from experiments.running.runs import RunSpec
+from experiments.tables import rows
 from tests.test_experiments import wait_until
 
 ROOT = Path(__file__).parent.parent
@@ -40,7 +41,7 @@ result = {"status": "finished", "seed": 0, "metrics": {}, "config_hash": sys.arg
 
 
 def job(out: Path, name: str, how: str = "finish", seconds: float = 0.2, config: str = "abc") -> Job:
-    folders.claim(out / name, Run(DEBUG, {"seed": 0}, {"name": name}), "abc")
+    folders.claim(out / name, RunSpec(DEBUG, {"seed": 0}, {"name": name}), "abc")
     return Job(name, [sys.executable, "-c", STAND_IN, str(out / name), how, str(seconds), config], out / name)
 
 

@@ -13,9 +13,10 @@ from matplotlib.colors import to_hex
 from configs import extrapolation
 from eval.accuracy import measure
 from eval.restore import restore
-from experiments import campaign, folders, formats, plot, rows
-from experiments.layout import Layout, sheet
-from experiments.tables import TABLES, layout
+from experiments.running import campaign, folders
+from experiments.tables import formats, plot, rows
+from experiments.tables.definitions import TABLES, layout
+from experiments.tables.layout import Layout, sheet
 from model.errors import UserError
 from model.positions import POSITIONS
 from tests.test_experiments import call

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from experiments import campaign, folders, launch
-from experiments.launch import Job, local
-from experiments.machine import Claims, Machine, Slots, environment, look, share, shares
-from experiments.runs import Run
+from experiments.running import campaign, folders, launch
+from experiments.running.launch import Job, local
+from experiments.running.machine import Claims, Machine, Slots, environment, look, share, shares
+from experiments.running.runs import RunSpec
 from model.errors import UserError
 from tests.test_experiments import wait_until
 
@@ -105,7 +105,7 @@ time.sleep(seconds)
 
 
 def job(out: Path, name: str, seconds: float = 0.5) -> Job:
-    folders.claim(out / name, Run("configs/debug.py", {}, {"name": name}), "abc")
+    folders.claim(out / name, RunSpec("configs/debug.py", {}, {"name": name}), "abc")
     return Job(name, [sys.executable, "-c", REPORT, str(out / name), str(seconds)], out / name)
 
 
@@ -167,7 +167,7 @@ def test_a_run_holds_its_device_when_its_launcher_is_gone(two_gpus, tmp_path):
     program = (
         "import os, signal, subprocess, sys\n"
         "from pathlib import Path\n"
-        "from experiments.machine import Claims, Machine, Slots\n"
+        "from experiments.running.machine import Claims, Machine, Slots\n"
         "machine = Machine((0, 1), ('2', '3'), 'CUDA_VISIBLE_DEVICES')\n"
         "grant = Slots(machine, 2, Claims(Path(sys.argv[1]))).take(0)\n"
         "run = subprocess.Popen(['sleep', '60'], pass_fds=grant.files, start_new_session=True, stdout=2)\n"

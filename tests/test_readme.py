@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-from experiments import formats, rows
-from experiments.layout import sheet
-from experiments.tables import TABLES, choose_scale, layout
+from experiments.tables import formats, rows
+from experiments.tables.definitions import TABLES, choose_scale, layout
+from experiments.tables.layout import sheet
 
 ROOT = Path(__file__).parent.parent
 

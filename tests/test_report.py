@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from experiments import folders, formats, plot, rows
-from experiments.layout import Layout, Published, sheet
-from experiments.publish import publish
-from experiments.runs import Run
+from experiments.running import folders
+from experiments.running.runs import RunSpec
+from experiments.tables import formats, plot, rows
+from experiments.tables.layout import Layout, Published, sheet
+from experiments.tables.publish import publish
 from model.errors import UserError
 
 ROOT = Path(__file__).parent.parent
@@ -61,7 +62,7 @@ def test_rows_are_written_the_same_way_in_any_order(tmp_path):
 
 def test_collect_misses_no_run(tmp_path):
     for name in ("ok", "crashed", "waiting"):
-        folders.claim(tmp_path / name, Run(DEBUG, {"seed": 3}, {"name": name}), "abc")
+        folders.claim(tmp_path / name, RunSpec(DEBUG, {"seed": 3}, {"name": name}), "abc")
     result = {"status": "finished", "seed": 3, "metrics": {"m": 1}, "config_hash": "abc"}
     folders.write_json(tmp_path / "ok" / "result.json", result)
     folders.write_json(tmp_path / "crashed" / "failed.json", {"code": 1, "error": "it broke"})

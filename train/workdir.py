@@ -22,10 +22,13 @@ from train import hosts
 VISIBLE = 20  # seconds that a network file system may take to show another host's file
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Replaces a file at once: a kill or a full disk at any moment leaves the old text or the new, never a part."""
+def write_text(path: str | Path, text: str, ending: str = ".tmp") -> None:
+    """Replaces a file at once: a kill or a full disk at any moment leaves the old text or the new, never a part.
+
+    ending: of the file's name until it is whole; processes that may write the same file at once need one each.
+    """
     path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(path.name + ending)
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
@@ -48,8 +51,8 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def write_json(path: str | Path, obj: Any) -> None:
-    write_text(path, json.dumps(obj, indent=1) + "\n")
+def write_json(path: str | Path, obj: Any, ending: str = ".tmp") -> None:
+    write_text(path, json.dumps(obj, indent=1) + "\n", ending)
 
 
 def read_json(path: str | Path, **kinds: type) -> dict[str, Any]:

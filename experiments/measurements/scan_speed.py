@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import torch_scan
-from experiments.speed import Contender, Setting, compiled
+from experiments.measurements import torch_scan
+from experiments.measurements.speed import Contender, Setting, compiled
 from model.ops.conv import fft_conv
 from model.ops.scan import selective_scan
 from model.ops.ssd import ssd

@@ -7,22 +7,22 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from experiments.folders import last_line
-from experiments.runs import Run, Value, command, texts
+from experiments.running.folders import last_line
+from experiments.running.runs import RunSpec, Value, command, texts
 from model.errors import UserError
 from train import config as configs
 
 
 def measure(spec: str, overrides: Mapping[str, Value]) -> dict:
     """Seconds with an empty compilation cache, then with the one that this left."""
-    run = Run(spec, {**overrides, "log_every": 1}, {})
+    run = RunSpec(spec, {**overrides, "log_every": 1}, {})
     configs.check(configs.load(run.config, texts(run)))
     with tempfile.TemporaryDirectory() as folder:
         first, second = (first_step(run, Path(folder), name) for name in ("first", "second"))
     return {"first_s": first, "second_s": second, "ratio": second / first}
 
 
-def first_step(run: Run, folder: Path, name: str) -> float:
+def first_step(run: RunSpec, folder: Path, name: str) -> float:
     """Seconds from the command to the first line of metrics."""
     metrics, log = folder / name / "metrics.jsonl", folder / f"{name}.txt"
     env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}

@@ -8,27 +8,28 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from experiments import folders, rows
-from experiments.launch import LAUNCHERS, Job
-from experiments.machine import look
-from experiments.progress import Tally, follow
-from experiments.runs import Run, command, names, texts
+from experiments.running import folders
+from experiments.running.launch import LAUNCHERS, Job
+from experiments.running.machine import look
+from experiments.running.progress import Tally, follow
+from experiments.running.runs import RunSpec, command, names, texts
+from experiments.tables import rows
 from model.errors import UserError, choose
 from train import config as configs
 
 
 @dataclass(frozen=True)
 class Planned:
-    run: Run
+    run: RunSpec
     config_hash: str
 
 
 Plan = Mapping[str, Planned]  # by folder name
 
 
-def plan(runs: Iterable[Run], out: Path) -> dict[str, Planned]:
+def plan(runs: Iterable[RunSpec], out: Path) -> dict[str, Planned]:
     """Each different config once; every mistake is told here, before any run starts."""
-    found: dict[str, tuple[Run, ConfigDict]] = {}
+    found: dict[str, tuple[RunSpec, ConfigDict]] = {}
     for run in runs:
         config = configs.load(run.config, texts(run))
         configs.check(config)
@@ -39,7 +40,7 @@ def plan(runs: Iterable[Run], out: Path) -> dict[str, Planned]:
     return {name: Planned(run, config_hash) for name, (config_hash, (run, _)) in zip(made, found.items(), strict=True)}
 
 
-def repeats(runs: Iterable[Run], planned: Plan) -> list[str]:
+def repeats(runs: Iterable[RunSpec], planned: Plan) -> list[str]:
     """The runs that were left out because another has their config, by their coordinates."""
     kept = {id(item.run) for item in planned.values()}
     left = [run for run in runs if id(run) not in kept]

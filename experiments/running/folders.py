@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from experiments.runs import Run
+from experiments.running.runs import RunSpec
 from model.errors import UserError
 from train import workdir
 
@@ -24,7 +24,7 @@ def make(folder: Path) -> None:
         raise UserError(f"cannot make the folder {folder}: {error.strerror}; give another --out") from error
 
 
-def claim(folder: Path, run: Run, config_hash: str) -> None:
+def claim(folder: Path, run: RunSpec, config_hash: str) -> None:
     """Makes a run's folder and notes in it what was asked for, so that a run that never starts is missed."""
     make(folder)
     write_json(folder / "run.json", {**asdict(run), "config_hash": config_hash})
@@ -77,7 +77,5 @@ def read_json(path: Path, **kinds: type) -> dict | None:
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Writes all of it or nothing, so that a reader never meets half a file."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
-    partial.replace(path)
+    """As `train.workdir.write_json`, where another sweep may write the same file at the same time."""
+    workdir.write_json(path, value, ending=f".{os.getpid()}.tmp")

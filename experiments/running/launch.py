@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from experiments import folders
-from experiments.machine import Grant, Slots, look
+from experiments.running import folders
+from experiments.running.machine import Grant, Slots, look
 
 POLL_S = 0.1
 IN_USE = "another process is training it"

@@ -5,9 +5,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from experiments import folders, formats
-from experiments.layout import Sheet
-from experiments.plot import plot
+from experiments.running import folders
+from experiments.tables import formats
+from experiments.tables.layout import Sheet
+from experiments.tables.plot import plot
 
 
 def publish(sheet: Sheet, out: Path) -> list[Path]:

@@ -10,8 +10,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from experiments import folders
-from experiments.launch import Event
+from experiments.running import folders
+from experiments.running.launch import Event
 
 
 @dataclass

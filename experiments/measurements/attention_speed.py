@@ -10,8 +10,8 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from experiments import torch_attention
-from experiments.speed import Contender, Setting, compiled
+from experiments.measurements import torch_attention
+from experiments.measurements.speed import Contender, Setting, compiled
 from model.ops.attention import IMPLEMENTATIONS, Bias, attention
 from model.score_bias import T5Bias, alibi_bias, alibi_slopes
 

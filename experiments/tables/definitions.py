@@ -9,10 +9,10 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import product
 
-from experiments import published
-from experiments.layout import Layout
-from experiments.published import Quotes
-from experiments.runs import Run, Value
+from experiments.running.runs import RunSpec, Value
+from experiments.tables import published
+from experiments.tables.layout import Layout
+from experiments.tables.published import Quotes
 from model.errors import UserError, choose, closest
 from model.positions import POSITIONS
 
@@ -27,7 +27,7 @@ SCALES = {
 class Table:
     name: str
     description: str  # one line
-    runs: Callable[[str], list[Run]]  # scale -> runs
+    runs: Callable[[str], list[RunSpec]]  # scale -> runs
     scales: tuple[str, ...]  # those it can be run at; the first is the default
     by: tuple[str, ...]  # labels that name its lines
     across: str | None  # label that names its columns
@@ -65,10 +65,10 @@ def layout(table: Table, scale: str) -> Layout:
     )
 
 
-def cross(archs: Sequence[str], tasks: Sequence[str], seeds: int, overrides: Mapping[str, Value]) -> list[Run]:
+def cross(archs: Sequence[str], tasks: Sequence[str], seeds: int, overrides: Mapping[str, Value]) -> list[RunSpec]:
     """Every architecture on every synthetic task."""
     return [
-        Run(
+        RunSpec(
             f"configs/synthetic.py:task={task},arch={arch}",
             {**overrides, "seed": seed},
             {"arch": arch, "task": task},
@@ -79,18 +79,18 @@ def cross(archs: Sequence[str], tasks: Sequence[str], seeds: int, overrides: Map
     ]
 
 
-def quickstart(scale: str) -> list[Run]:
+def quickstart(scale: str) -> list[RunSpec]:
     archs = ("attention", "mqa", "s4d", "mamba", "hybrid")
     tasks = ("mqar", "selective_copying", "induction")
     smoke = {"steps": 20, "log_every": 5, "eval_every": 0, "eval_batches": 1, "optim.warmup": 5}
     return cross(archs, tasks, seeds=2, overrides=choose("scale", scale, {"small": {}, "smoke": smoke}))
 
 
-def positions(task: str, scale: str) -> list[Run]:
+def positions(task: str, scale: str) -> list[RunSpec]:
     """Attention with every position encoding there is, tested at many lengths."""
     seeds = choose("scale", scale, {"small": 3, "smoke": 2})
     return [
-        Run(
+        RunSpec(
             f"configs/extrapolation.py:task={task},position={position},size={scale}",
             {"seed": seed},
             {"position": position},
@@ -103,16 +103,16 @@ def positions(task: str, scale: str) -> list[Run]:
 RECURRENT = ("s4", "s4d", "s5", "lru", "rwkv", "rglru", "mamba", "mamba2")
 
 
-def over_archs(config: str, archs: Sequence[str], seeds: Mapping[str, int], scale: str) -> list[Run]:
+def over_archs(config: str, archs: Sequence[str], seeds: Mapping[str, int], scale: str) -> list[RunSpec]:
     """Every architecture in a config that takes `arch` and `size`."""
     return [
-        Run(f"configs/{config}.py:arch={arch},size={scale}", {"seed": seed}, {"arch": arch})
+        RunSpec(f"configs/{config}.py:arch={arch},size={scale}", {"seed": seed}, {"arch": arch})
         for arch in archs
         for seed in range(choose("scale", scale, seeds))
     ]
 
 
-def recall(scale: str) -> list[Run]:
+def recall(scale: str) -> list[RunSpec]:
     """Zoology's grid: architectures in several widths and at several rates, recalling several numbers of pairs."""
     archs = ("attention", "s4d", "rwkv", "rglru", "mamba", "mamba2")
     widths, pairs, rates, seeds = choose(
@@ -125,7 +125,7 @@ def recall(scale: str) -> list[Run]:
         },
     )
     return [
-        Run(
+        RunSpec(
             f"configs/recall.py:arch={arch},width={width},pairs={k},size={scale}",
             {"optim.lr": lr, "seed": seed},
             {"arch": arch, "width": width, "pairs": k, "lr": lr},
@@ -134,7 +134,7 @@ def recall(scale: str) -> list[Run]:
     ]
 
 
-def precision(scale: str) -> list[Run]:
+def precision(scale: str) -> list[RunSpec]:
     """Every selective model in half the bits, on long rows of Python's own help texts."""
     length, seeds = choose("scale", scale, {"small": (4096, 2), "smoke": (256, 1)})
     shared = {
@@ -149,7 +149,7 @@ def precision(scale: str) -> list[Run]:
         "model.layers": 2,
     }
     return [
-        Run(
+        RunSpec(
             f"configs/text.py:arch={arch}",
             {**shared, "model.dtype": dtype, "seed": seed},
             {"arch": arch, "dtype": dtype},

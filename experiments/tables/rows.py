@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from experiments import folders
+from experiments.running import folders
 from model.errors import UserError, closest
+from train.workdir import write_text
 
 Row = dict[str, Any]
 
@@ -54,10 +55,8 @@ def row_of(folder: Path) -> Row:
 def write(path: Path, rows: Iterable[Row]) -> None:
     """One line per row, keys sorted, so that two versions differ only where results do."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
     ordered = sorted(rows, key=lambda row: row["run"])
-    partial.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in ordered))
-    partial.replace(path)
+    write_text(path, "".join(json.dumps(row, sort_keys=True) + "\n" for row in ordered))
 
 
 def read(path: Path) -> list[Row]:

@@ -20,8 +20,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from experiments import folders
-from experiments.runs import Run, Value, command, texts, with_argument
+from experiments.running import folders
+from experiments.running.runs import RunSpec, Value, command, texts, with_argument
 from model.errors import UserError
 from train import checkpoint, log
 from train import config as configs
@@ -38,14 +38,14 @@ def measure(spec: str, overrides: Mapping[str, Value], kills: int) -> dict:
     A config that cannot be run says so in its row, as `error`.
     """
     jax.config.update("jax_platforms", "cpu")
-    run = Run(spec, {**overrides, "log_every": 1}, {})
+    run = RunSpec(spec, {**overrides, "log_every": 1}, {})
     configs.check(configs.load(spec, texts(run)))
     with tempfile.TemporaryDirectory() as folder:
         calm, again, killed, free = (Path(folder, name) for name in ("calm", "again", "killed", "free"))
         try:
             finish(run, calm)
             finish(run, again)
-            finish(Run(spec, {**run.overrides, "deterministic": False}, {}), free)
+            finish(RunSpec(spec, {**run.overrides, "deterministic": False}, {}), free)
             result = folders.read_json(calm / "result.json")
             moments = disturb(run, killed, result["steps"], kills, random.Random())
             finish(run, killed)
@@ -72,7 +72,7 @@ def measure(spec: str, overrides: Mapping[str, Value], kills: int) -> dict:
     }
 
 
-def finish(run: Run, folder: Path) -> None:
+def finish(run: RunSpec, folder: Path) -> None:
     """Runs to the end."""
     with started(run, folder) as process:
         process.wait()
@@ -80,7 +80,7 @@ def finish(run: Run, folder: Path) -> None:
         raise UserError(f"{run.config} did not finish: {folders.last_line(output(folder))}")
 
 
-def disturb(run: Run, folder: Path, steps: int, kills: int, rng: random.Random) -> list[int]:
+def disturb(run: RunSpec, folder: Path, steps: int, kills: int, rng: random.Random) -> list[int]:
     """Starts the run again and again, and kills it at random moments; the last step logged at each of them.
 
     The moments are spread over the run. Should it come to its end first, there are fewer of them.
@@ -109,7 +109,7 @@ def output(folder: Path) -> Path:
 
 
 @contextmanager
-def started(run: Run, folder: Path) -> Iterator[subprocess.Popen]:
+def started(run: RunSpec, folder: Path) -> Iterator[subprocess.Popen]:
     """The run's process, which does not outlive the block."""
     env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": str(folder.with_suffix(".cache"))}
     with output(folder).open("w") as file:

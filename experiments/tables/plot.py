@@ -12,8 +12,8 @@ matplotlib.use("Agg")  # files only, so no display is needed
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
-from experiments.layout import COSTS, Sheet, heading, plain
-from experiments.rows import Summary
+from experiments.tables.layout import COSTS, Sheet, heading, plain
+from experiments.tables.rows import Summary
 
 # Okabe and Ito's palette, told apart with every common kind of colour blindness; yellow left out on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.speed import Contender, compiled_torch, cuda_torch
+from experiments.measurements.speed import Contender, compiled_torch, cuda_torch
 
 
 def contenders(case: str, arrays: dict[str, Any]) -> dict[str, Callable[[], Contender]]:

@@ -5,7 +5,18 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-from experiments.rows import Row, Summary, best, changed, check_labels, check_metric, group, summarise, unfold, varying
+from experiments.tables.rows import (
+    Row,
+    Summary,
+    best,
+    changed,
+    check_labels,
+    check_metric,
+    group,
+    summarise,
+    unfold,
+    varying,
+)
 from model.errors import UserError
 
 COSTS = ("params", "state_bytes", "steps_per_s")

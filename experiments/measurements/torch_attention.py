@@ -5,7 +5,7 @@ from functools import partial
 
 import numpy as np
 
-from experiments.speed import Contender, Setting, compiled_torch, cuda_torch
+from experiments.measurements.speed import Contender, Setting, compiled_torch, cuda_torch
 
 
 def contenders(setting: Setting, window: int, soft_cap: float) -> dict[str, Callable[[], Contender]]:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from configs import extrapolation
-from experiments.layout import Published
+from experiments.tables.layout import Published
 
 Quotes = Mapping[tuple[str, ...], Published]  # (*by, across) values of a table -> number
 

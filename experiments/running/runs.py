@@ -13,7 +13,9 @@ Value = bool | int | float | str | tuple | None
 
 
 @dataclass(frozen=True)
-class Run:
+class RunSpec:
+    """What a run is asked to be, before anything of it is built."""
+
     config: str  # a config file, with its argument if any: configs/synthetic.py:task=mqar,arch=mamba
     overrides: Mapping[str, Value]  # dotted config key -> value
     labels: Mapping[str, Value]  # the run's place in a table; its seed is not part of it
@@ -42,17 +44,17 @@ def with_argument(config: str, values: Mapping[str, Value]) -> str:
     return path + (":" + ",".join(f"{k}={v}" for k, v in pairs.items()) if pairs else "")
 
 
-def command(run: Run, folder: Path) -> list[str]:
+def command(run: RunSpec, folder: Path) -> list[str]:
     overrides = [f"--config.{key}={text}" for key, text in texts(run)]
     return [sys.executable, "-m", "train", f"--config={run.config}", f"--workdir={folder}", *overrides]
 
 
-def texts(run: Run) -> list[tuple[str, str]]:
+def texts(run: RunSpec) -> list[tuple[str, str]]:
     """The overrides as they are written on a command line."""
     return [(key, str(value)) for key, value in run.overrides.items()]
 
 
-def names(runs: Sequence[Run]) -> list[str]:
+def names(runs: Sequence[RunSpec]) -> list[str]:
     """A folder name for each run, like `lr=0.001,width=64,seed=0`.
 
     It depends on the run's own settings, not on its neighbours' values: a sweep that grows keeps its folders.

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from experiments.runs import Run, Value, read_value, with_argument
+from experiments.running.runs import RunSpec, Value, read_value, with_argument
 from model.errors import UserError
 
 Setting = dict[str, Value]
@@ -24,7 +24,7 @@ def expand(
     lists: Sequence[str] = (),
     seeds: int = 1,
     common: Mapping[str, Value] = MappingProxyType({}),
-) -> list[Run]:
+) -> list[RunSpec]:
     """Every combination of the grids', zips' and lists' settings, each with seeds 0, 1, ...
 
     The common settings hold for all.
@@ -113,8 +113,8 @@ def _refuse_repeats(factors: Sequence[list[Setting]]) -> None:
         seen |= keys
 
 
-def _run(config: str, common: Mapping[str, Value], setting: Setting) -> Run:
+def _run(config: str, common: Mapping[str, Value], setting: Setting) -> RunSpec:
     arguments = {key[1:]: value for key, value in setting.items() if key.startswith(":")}
     overrides = {key: value for key, value in setting.items() if not key.startswith(":")}
     labels = {key.removeprefix(":"): value for key, value in setting.items() if key != "seed"}
-    return Run(with_argument(config, arguments), {**common, **overrides}, labels)
+    return RunSpec(with_argument(config, arguments), {**common, **overrides}, labels)

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from experiments.layout import COSTS, Cell, Sheet, heading, plain, span
+from experiments.tables.layout import COSTS, Cell, Sheet, heading, plain, span
 
 SPREAD = "± is the sample standard deviation over seeds"
 

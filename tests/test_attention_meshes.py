@@ -152,7 +152,7 @@ def test_splash_takes_a_stretch_of_the_queries(options, monkeypatch):
     monkeypatch.setitem(op.IMPLEMENTATIONS, "splash", op.Implementation(partial(splash, interpret=True), "interpreted"))
     compiled, placed = on_mesh(partial(run, implementation="splash"), dict(data=2, sequence=4), values)
     for one, other in zip(jax.tree.leaves(compiled(placed)), jax.tree.leaves(want), strict=True):
-        assert zoo.far(one, other) < 1e-5
+        assert zoo.far(one, other) < 3e-5
 
 
 def test_what_is_gathered_is_told_once(caplog):

@@ -1,5 +1,9 @@
 """The algebra of masks against its definition, pair by pair; and what the tiles take from it."""
 
+import dataclasses
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,7 +12,9 @@ from model.errors import UserError
 from model.mixers.attention import Attention
 from model.ops import attention as op
 from model.ops import tiled_attention
-from model.ops.mask import CAUSAL, FULL, Band, Either, Mask, Prefix, window
+from model.ops.dense_attention import reference, xla
+from model.ops.fused_attention import splash
+from model.ops.mask import CAUSAL, FULL, Band, Block, Either, Mask, Prefix, window
 
 pytestmark = pytest.mark.quick
 
@@ -129,3 +135,52 @@ def test_tiles_that_see_all_are_not_masked(mask, masked, monkeypatch):
     form, o = op.prepare(*(jnp.zeros((1, 1024, 1, 1)),) * 3, mask=mask)
     tiled_attention.tiled(form, o, (64, 128))
     assert [mask is not None for mask in asked] == [masked]
+
+
+@dataclasses.dataclass(frozen=True)
+class Apart(Mask):
+    """Keys at a distance that n divides."""
+
+    n: int
+
+    def sees(self, q, k):
+        return (q - k) % self.n == 0
+
+    def block(self, q_low, q_high, k_low, k_high):
+        return Block(True, False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk(Mask):
+    """Keys of the query's own stretch of n."""
+
+    n: int
+
+    def sees(self, q, k):
+        return q // self.n == k // self.n
+
+    def block(self, q_low, q_high, k_low, k_high):
+        first, last = q_low // self.n, q_high // self.n
+        some = (k_low // self.n <= last) & (k_high // self.n >= first)
+        return Block(some, (first == last) & (k_low // self.n == first) & (k_high // self.n == first))
+
+
+@pytest.mark.parametrize("mask", [Apart(7) & CAUSAL | Prefix(5), Chunk(128), Chunk(100) & CAUSAL | window(9)], ids=str)
+def test_a_new_mask_is_served_as_it_is(mask):
+    """Values and gradients of every implementation that takes any mask; of chunks of 128, no block is seen in part."""
+    rng = np.random.default_rng(0)
+    q, k, v, weight = (jnp.asarray(rng.normal(size=(1, 384, heads, 8)), jnp.float32) for heads in (2, 1, 1, 2))
+
+    def both(run):
+        def objective(q, k, v):
+            y = run(*op.prepare(q, k, v, mask=mask))[0].reshape(weight.shape)
+            return jnp.sum(y * weight), y
+
+        grads, y = jax.jit(jax.grad(objective, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+        return y, *grads
+
+    want = both(reference)
+    tiled = partial(tiled_attention.tiled, block=(64, 128))
+    for run in (xla, tiled, partial(splash, interpret=True)):
+        for got, truth in zip(both(run), want, strict=True):
+            np.testing.assert_allclose(got, truth, atol=2e-4)

@@ -67,12 +67,13 @@ class Band(Mask):
                 raise UserError(f"a mask that reaches {reach} {name}; allowed: at least 0, or None for any distance")
 
     def sees(self, q: Array, k: Array) -> Array | None:
-        distance, seen = q - k, None
-        if self.ahead is not None:
-            seen = distance >= -self.ahead
-        if self.back is not None:
-            seen = both(seen, distance <= self.back)
-        return seen
+        if self == FULL:
+            return None
+        distance = q - k
+        if self.back == self.ahead:  # one comparison for two
+            return abs(distance) <= self.back
+        before = None if self.back is None else distance <= self.back
+        return both(before, None if self.ahead is None else distance >= -self.ahead)
 
     def block(self, q_low: Array, q_high: Array, k_low: Array, k_high: Array) -> Block:
         some = every = True

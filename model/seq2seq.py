@@ -16,6 +16,7 @@ from model.errors import UserError
 from model.layers import Embed, dense
 from model.mixers.recurrent import GRU, gru, orthogonal_gates, to_gates
 from model.ops.attention import attention, attention_weights
+from model.ops.mask import FULL
 
 
 @struct.dataclass
@@ -48,7 +49,7 @@ def scoring(p: Decoder, s: jax.Array, source: Source) -> dict[str, Any]:
         q_segments=jnp.ones(s.shape[:2], jnp.int32),
         k_segments=(source.segments > 0).astype(jnp.int32),
         additive=p.v_a[None],
-        causal=False,
+        mask=FULL,
     )
 
 

@@ -14,6 +14,7 @@ from model.ops import sharing, tiled_attention
 from model.ops.attention import Bias, attention
 from model.ops.dense_attention import reference
 from model.ops.fused_attention import splash
+from model.ops.mask import CAUSAL, FULL, Band, Prefix, window
 from tests import meshes
 
 B, L, H, G, K = 2, 100, 4, 2, 8
@@ -27,20 +28,24 @@ def slope(params, q_positions, k_positions):
     return -params[:, None, None] * jnp.log1p(jnp.abs(distance).astype(params.dtype))
 
 
+SOME = (CAUSAL | Prefix(3)) & window(40)
 CALLS = {
     "causal": {},
-    "both ways": {"causal": False},
-    "window": {"window": 13},
-    "window both ways": {"window": 13, "causal": False},
-    "prefix": {"prefix": 17},
+    "both ways": {"mask": FULL},
+    "window": {"mask": CAUSAL & window(13)},
+    "window both ways": {"mask": window(13)},
+    "farther ahead than back": {"mask": Band(2, 30)},
+    "prefix": {"mask": CAUSAL | Prefix(17)},
+    "prefix alone": {"mask": Prefix(17)},
+    "beyond the length": {"mask": window(L)},
     "soft cap": {"soft_cap": 2.0},
     "scale": {"scale": 0.7},
     "packed": {"packed": True},
-    "packed window": {"packed": True, "window": 9},
+    "packed window": {"packed": True, "mask": CAUSAL & window(9)},
     "bias": {"bias": True},
     "sinks": {"sinks": True},
     "additive": {"additive": True},
-    "all": {"packed": True, "window": 40, "prefix": 3, "soft_cap": 3.0, "bias": True, "sinks": True},
+    "all": {"packed": True, "mask": SOME, "soft_cap": 3.0, "bias": True, "sinks": True},
 }
 
 
@@ -150,14 +155,16 @@ PACKED = dict(q_segments=jnp.ones((1, 4096), jnp.int32), k_segments=jnp.ones((1,
 @pytest.mark.quick
 def test_on_a_gpu_the_choice_is_what_cudnn_can_serve():
     assert {picked("gpu", n=n, **HALF) for n in (64, 4096, 32_768)} == {"cudnn"}
-    assert picked("gpu", n=4096, window=100, **HALF) == picked("gpu", n=4096, causal=False, **HALF) == "cudnn"
+    assert {picked("gpu", n=4096, mask=mask, **HALF) for mask in (CAUSAL & window(100), FULL, window(1))} == {"cudnn"}
     # A window on both sides is not served, though a window is, and both directions are.
-    assert picked("gpu", n=4096, window=100, causal=False, **HALF) == "tiled"
+    assert {picked("gpu", n=4096, mask=mask, **HALF) for mask in (window(100), Band(None, 5), Band(0, None))} == {
+        "tiled"
+    }
     lacked = [
         dict(soft_cap=5.0),
         dict(bias=ALIBI),
         dict(sinks=jnp.zeros(4)),
-        dict(prefix=3),
+        dict(mask=CAUSAL | Prefix(3)),
         PACKED,
         dict(value_dim=32),
     ]
@@ -173,17 +180,19 @@ def test_on_a_gpu_the_choice_is_what_cudnn_can_serve():
     # Devices that share the length exchange it for heads; four heads are not enough for eight of them.
     assert picked("gpu", dict(sequence=4), n=4096, **HALF) == "cudnn"
     assert picked("gpu", dict(sequence=8), n=4096, batch=16, **HALF) == "tiled"
-    assert picked("gpu", dict(sequence=8), n=4096, causal=False, **HALF) == "cudnn"  # where a query stands is nothing
+    assert picked("gpu", dict(sequence=8), n=4096, mask=FULL, **HALF) == "cudnn"  # where a query stands is nothing
 
 
 @pytest.mark.quick
 def test_on_a_tpu_the_choice_is_what_splash_can_serve():
-    served = [{}, dict(soft_cap=5.0), dict(window=7, causal=False), dict(value_dim=64), HALF, PACKED]
+    served = [{}, dict(soft_cap=5.0), dict(mask=window(7)), dict(mask=SOME), dict(value_dim=64), HALF, PACKED]
     for head_dim in (64, 128, 256):
         assert {picked("tpu", n=4096, head_dim=head_dim, **options) for options in served} == {"splash"}
-    lacked = [dict(sinks=jnp.zeros(4)), dict(bias=ALIBI), dict(prefix=3), dict(head_dim=20), dict(dtype=jnp.float16)]
+    lacked = [dict(sinks=jnp.zeros(4)), dict(bias=ALIBI), dict(head_dim=20), dict(dtype=jnp.float16)]
     assert {picked("tpu", n=4096, **options) for options in lacked} == {"tiled"}
     assert picked("tpu", n=4100) == "tiled" and picked("tpu", n=100) == "xla"
+    # A stretch of the queries goes with a band, not with any mask.
+    assert picked("tpu", dict(sequence=8), n=4096, batch=64, mask=SOME) == "tiled"
     assert picked("tpu", dict(sequence=8), n=4096) == "splash" and picked("tpu", dict(sequence=8), n=512) == "xla"
 
 
@@ -215,7 +224,9 @@ def test_a_kernel_asked_for_by_name_says_what_it_lacks():
     ):
         attention(q, q, q, soft_cap=3.0, implementation="cudnn")
     with pytest.raises(UserError, match=r"'cudnn' cannot serve a window on the distance with no causal mask; the"):
-        attention(q, q, q, window=3, causal=False, implementation="cudnn")
+        attention(q, q, q, mask=window(3), implementation="cudnn")
+    with pytest.raises(UserError, match=r"'cudnn' cannot serve a mask that is no band of distances \(a prefix\); the"):
+        attention(q, q, q, mask=CAUSAL | Prefix(3), implementation="cudnn")
     with pytest.raises(UserError, match=r"'splash' cannot serve attention sinks; the platform cpu.*lengths 8 and 8"):
         attention(q, q, q, sinks=jnp.zeros(2), implementation="splash")
     with pytest.raises(UserError, match=r"unknown attention implementation 'tile'.*closest: tiled"):
@@ -243,12 +254,15 @@ def test_the_support_matrix_is_what_the_choice_reads():
     "options",
     [
         {},
-        {"causal": False, "head_dim": 128},
-        {"window": 50, "head_dim": 24},
-        {"window": 50, "causal": False},
+        {"mask": FULL, "head_dim": 128},
+        {"mask": CAUSAL & window(50), "head_dim": 24},
+        {"mask": window(50)},
+        {"mask": (CAUSAL | Prefix(20)) & window(50)},
+        {"mask": Prefix(20) & window(30)},  # the last queries see nothing
+        {"mask": (CAUSAL | Prefix(20)) & window(50), "packed": True},
         {"soft_cap": 2.0, "value_dim": 32},
         {"packed": True},
-        {"packed": True, "causal": False},
+        {"packed": True, "mask": FULL},
     ],
     ids=str,
 )
@@ -303,8 +317,9 @@ def test_work_is_proportional_to_what_is_seen():
         form, _ = op.prepare(*(jnp.zeros((1, n, 1, 1)),) * 3, **options)
         return len(tiled_attention.candidates(form, n // 64, n // 64, 64, 64))
 
-    assert pairs(4096) == 64 * 65 / 2 and pairs(4096, causal=False) == 64 * 64
-    assert pairs(8192, window=128) < 2.1 * pairs(4096, window=128) < 2.1 * 3 * 64
+    assert pairs(4096) == 64 * 65 / 2 and pairs(4096, mask=FULL) == 64 * 64
+    near = CAUSAL & window(128)
+    assert pairs(8192, mask=near) < 2.1 * pairs(4096, mask=near) < 2.1 * 3 * 64
     # Documents packed in a row: only the tiles on the diagonal of documents are needed.
     segments = jnp.repeat(jnp.arange(1, 9), 64)[None]
     positions = jnp.tile(jnp.arange(64), 8)[None]

@@ -16,6 +16,7 @@ from model.ops import attention as op
 from model.ops import sharing, tiled_attention
 from model.ops.attention import Bias, attention
 from model.ops.fused_attention import splash
+from model.ops.mask import CAUSAL, Prefix, window
 from tests import meshes, zoo
 from tests.test_attention import slope
 from train.sharding import AXES, make_mesh
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.scale
 B, L, H, K = 4, 64, 4, 8
 SEGMENTS = np.asarray([[1] * 30 + [2] * 20 + [0] * 14, [3] * 64] * 2)
 POSITIONS = np.asarray([[*range(30), *range(20), *[0] * 14], [*range(64)]] * 2)
-EVERYTHING = dict(window=40, prefix=3, soft_cap=3.0, q_segments=SEGMENTS, k_segments=SEGMENTS)
+EVERYTHING = dict(mask=(CAUSAL | Prefix(3)) & window(40), soft_cap=3.0, q_segments=SEGMENTS, k_segments=SEGMENTS)
 EVERYTHING |= dict(q_positions=POSITIONS, k_positions=POSITIONS)
 MESHES = {
     "rows and heads": dict(data=2, fsdp=2, tensor=2),
@@ -130,7 +131,9 @@ def test_every_device_computes_its_part(sizes):
     assert scores * math.prod(sizes.values()) == B * H * L * L
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 100, "packed": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"mask": CAUSAL & window(100), "packed": True}, {"mask": window(512)}], ids=str
+)
 def test_splash_takes_a_stretch_of_the_queries(options, monkeypatch):
     """Interpreted, on devices that have more queries than heads to share."""
     n, options = 512, dict(options)
@@ -149,7 +152,7 @@ def test_splash_takes_a_stretch_of_the_queries(options, monkeypatch):
     monkeypatch.setitem(op.IMPLEMENTATIONS, "splash", op.Implementation(partial(splash, interpret=True), "interpreted"))
     compiled, placed = on_mesh(partial(run, implementation="splash"), dict(data=2, sequence=4), values)
     for one, other in zip(jax.tree.leaves(compiled(placed)), jax.tree.leaves(want), strict=True):
-        assert zoo.far(one, other) < 1e-5
+        assert zoo.far(one, other) < 3e-5
 
 
 def test_what_is_gathered_is_told_once(caplog):

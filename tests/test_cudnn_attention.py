@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from model.ops.attention import prepare
 from model.ops.cudnn_attention import deterministic, flash_attention
+from model.ops.fused_attention import cudnn
+from model.ops.mask import CAUSAL, FULL, Mask, window
 
 pytestmark = pytest.mark.quick
 Q, KV = (jax.ShapeDtypeStruct((2, 64, heads, 32), jnp.bfloat16) for heads in (4, 2))
@@ -22,8 +25,11 @@ def calls(wanted: bool, **options) -> list[tuple[str, dict]]:
         return jnp.sum(y.astype(jnp.float32))
 
     with deterministic(wanted):
-        program = jax.jit(jax.grad(objective, argnums=(0, 1, 2))).trace(Q, KV, KV)
-    text = program.lower(lowering_platforms=("cuda",)).as_text()
+        return calls_of(jax.grad(objective, argnums=(0, 1, 2)))
+
+
+def calls_of(function) -> list[tuple[str, dict]]:
+    text = jax.jit(function).trace(Q, KV, KV).lower(lowering_platforms=("cuda",)).as_text()
     found = re.findall(r'@__cudnn\$(\w+)\(.*?backend_config = "(.*?)", operand', text)
     return [(name, json.loads(config.replace("\\22", '"'))["cudnn_fmha_backend_config"]) for name, config in found]
 
@@ -39,3 +45,13 @@ def test_masks():
     assert {config["mask_type"] for _, config in calls(True, causal=False)} == {"NO_MASK"}
     windowed = [config for _, config in calls(True, causal=True, window=10)]
     assert {(config["mask_type"], config["sliding_window_length"]) for config in windowed} == {("CAUSAL", 10)}
+
+
+@pytest.mark.parametrize(
+    ("mask", "told"),
+    [(FULL, ("NO_MASK", 0)), (CAUSAL, ("CAUSAL", 0)), (CAUSAL & window(10), ("CAUSAL", 10))],
+    ids=["full", "causal", "window"],
+)
+def test_a_band_in_its_terms(mask: Mask, told):
+    ((_, config),) = calls_of(lambda q, k, v: cudnn(*prepare(q, k, v, mask=mask))[0])
+    assert (config["mask_type"], config["sliding_window_length"]) == told

@@ -15,6 +15,7 @@ from model.contract import Context
 from model.mixers import MIXERS
 from model.ops import attention as op
 from model.ops.attention import Bias, attention
+from model.ops.mask import CAUSAL, FULL, Mask, Prefix, window
 from model.positions import POSITIONS
 from tests import meshes
 from tests.meshes import laid, lowered, mesh_of
@@ -107,17 +108,22 @@ def test_cudnn_lowers(sizes):
     mesh = mesh_of("gpu", **sizes)
 
     def every(*arrays):
-        return [gradient(*arrays, **call, implementation="cudnn") for call in ({}, dict(causal=False), dict(window=5))]
+        return [gradient(*arrays, mask=mask, implementation="cudnn") for mask in (CAUSAL, FULL, CAUSAL & window(5))]
 
     text = lowered(mesh, every, *arrays(standing_in(mesh), jnp.bfloat16))
     assert text.count("__cudnn$fmhaSoftmaxBackward") == 3
 
 
+def mask_of(some) -> Mask:
+    mask = FULL if "both ways" in some else CAUSAL
+    if "window" in some:
+        mask = mask & window(40)
+    return mask | Prefix(7) if "pattern" in some else mask
+
+
 # Every way in which a call may differ from the plainest
 FEATURES = {
-    "window": lambda n, H: dict(window=40),
-    "prefix": lambda n, H: dict(prefix=7),
-    "both ways": lambda n, H: dict(causal=False),
+    **dict.fromkeys(("window", "both ways", "pattern"), lambda n, H: {}),  # which `mask_of` brings
     "segments": lambda n, H: dict.fromkeys(("q_segments", "k_segments"), np.ones((1, n), np.int32)),
     "positions": lambda n, H: dict.fromkeys(("q_positions", "k_positions"), np.arange(n, dtype=np.int32)[None]),
     "bias": lambda n, H: dict(bias=Bias(np.ones(H, np.float32), slope, ("heads",))),
@@ -156,7 +162,7 @@ def test_what_none_picks_serves_every_combination(chip, dtype, sizes, heads):
 
     def every(q, k, v, narrow):
         def ask(some):
-            call = {}
+            call = dict(mask=mask_of(some))
             for name in some:
                 call |= FEATURES[name](LENGTH, heads)
             return gradient(q, k, narrow if "value dim" in some else v, **call)

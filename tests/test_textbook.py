@@ -9,6 +9,7 @@ from configs import base
 from model import build
 from model.mixers.attention import Attention
 from model.ops.attention import attention, attention_weights
+from model.ops.mask import CAUSAL, FULL, window
 from model.ops.scores import Form
 from model.ops.tiled_attention import candidates
 
@@ -25,9 +26,9 @@ def test_attention_worked_example(implementation):
     q = jnp.asarray([1.0, 0]).reshape(1, 1, 1, 2)
     k = jnp.asarray([[1.0, 0], [0, 1], [1, 1]]).reshape(1, 3, 1, 2)
     v = jnp.asarray([10.0, 20, 30]).reshape(1, 3, 1, 1)
-    y = attention(q, k, v, causal=False, implementation=implementation)
+    y = attention(q, k, v, mask=FULL, implementation=implementation)
     np.testing.assert_allclose(y.ravel(), [20.0], atol=1e-5)
-    weights = attention_weights(q, k, v, causal=False).ravel()
+    weights = attention_weights(q, k, v, mask=FULL).ravel()
     np.testing.assert_allclose(weights, [0.40, 0.20, 0.40], atol=0.005)
     np.testing.assert_allclose(np.log(weights / weights[1]), [2**-0.5, 0, 2**-0.5], atol=1e-5)
 
@@ -55,7 +56,7 @@ def test_backward_is_the_textbook_one(implementation):
 
     def loss(q, k, v):
         one = lambda x: x[None, :, None]  # noqa: E731
-        return jnp.sum(attention(one(q), one(k), one(v), causal=False, implementation=implementation)[0, :, 0] * G)
+        return jnp.sum(attention(one(q), one(k), one(v), mask=FULL, implementation=implementation)[0, :, 0] * G)
 
     A = jax.nn.softmax(Q @ K.T / 2, axis=-1)
     dA = G @ V.T
@@ -81,14 +82,14 @@ def test_weights_are_a_causal_distribution():
 def test_without_positions_permuting_the_input_permutes_the_output(implementation):
     q, k, v = (normal(1, 9, 2, 4, seed=i) for i in range(3))
     order = np.random.default_rng(0).permutation(9)
-    plain = attention(q, k, v, causal=False, implementation=implementation)
-    moved = attention(q[:, order], k[:, order], v[:, order], causal=False, implementation=implementation)
+    plain = attention(q, k, v, mask=FULL, implementation=implementation)
+    moved = attention(q[:, order], k[:, order], v[:, order], mask=FULL, implementation=implementation)
     np.testing.assert_allclose(moved, plain[:, order], atol=1e-6)
 
 
 def test_additive_score():
     q, k, w = normal(1, 3, 1, 4), normal(1, 3, 1, 4, seed=1), normal(1, 4, seed=2)
-    weights = attention_weights(q, k, k, causal=False, additive=w)[0, 0]
+    weights = attention_weights(q, k, k, mask=FULL, additive=w)[0, 0]
     scores = np.asarray([[w[0] @ np.tanh(q[0, i, 0] + k[0, j, 0]) for j in range(3)] for i in range(3)])
     np.testing.assert_allclose(weights, jax.nn.softmax(scores, axis=-1), atol=1e-6)
 
@@ -115,11 +116,12 @@ def test_key_value_cache():
 def test_a_window_costs_what_it_sees():
     assert 32 * 4096 == 131_072  # tokens that 32 layers of it reach
     n, l, m = 100_000, 256, 512
-    form = dict(causal=True, prefix=0, scale=1.0, soft_cap=0.0, bias=None, stretches=1)
+    form = dict(scale=1.0, soft_cap=0.0, bias=None, stretches=1)
     blocks = (-(-n // l), -(-n // m), l, m)
-    entries = {w: len(candidates(Form(window=w, **form), *blocks)) * l * m for w in (0, 4096)}
-    np.testing.assert_allclose(entries[0], n * n / 2, rtol=0.02)
-    np.testing.assert_allclose(entries[4096], 4.1e8, rtol=0.2)
+    near = CAUSAL & window(4096)
+    entries = {mask: len(candidates(Form(mask=mask, **form), *blocks)) * l * m for mask in (CAUSAL, near)}
+    np.testing.assert_allclose(entries[CAUSAL], n * n / 2, rtol=0.02)
+    np.testing.assert_allclose(entries[near], 4.1e8, rtol=0.2)
 
 
 def parameters(**model):

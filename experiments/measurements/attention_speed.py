@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from experiments.measurements import torch_attention
 from experiments.measurements.speed import Contender, Setting, compiled
 from model.ops.attention import IMPLEMENTATIONS, Bias, attention
+from model.ops.mask import CAUSAL, window
 from model.score_bias import T5Bias, alibi_bias, alibi_slopes
 
 WINDOW, SOFT_CAP = 4096, 50.0
@@ -51,7 +52,7 @@ def ours(setting: Setting, implementation: str) -> Contender:
     }.get(setting["case"], [])
     options = {
         "causal": lambda: {},
-        "window": lambda: dict(window=WINDOW),
+        "window": lambda: dict(mask=CAUSAL & window(WINDOW)),
         "alibi": lambda: dict(bias=Bias(slopes, alibi_bias, ("heads",))),
         "t5": lambda table: dict(bias=Bias(table, T5Bias(32, 128, causal=True), (None, "heads"))),
         "soft cap": lambda: dict(soft_cap=SOFT_CAP),

@@ -11,6 +11,7 @@ from model.contract import Context, Mixer, State, wide
 from model.errors import UserError
 from model.layers import check_divides, dense, fan_in, norm
 from model.ops.attention import IMPLEMENTATIONS, attention, attention_weights
+from model.ops.mask import CAUSAL, FULL, Mask, Prefix, window
 from model.ops.product import product
 from model.position import Position
 from model.settings import Dim, Length, NotNegative, Whole
@@ -39,6 +40,14 @@ class Attention(Mixer):
     @property
     def kv_heads(self) -> int:
         return self.n_kv_heads or self.n_heads
+
+    @property
+    def mask(self) -> Mask:
+        """Who sees whom: (causal | prefix) & window."""
+        seen = CAUSAL if self.causal else FULL
+        if self.prefix:
+            seen = seen | Prefix(self.prefix)
+        return seen if self.window is None else seen & window(self.window)
 
     def check(self, position: Position) -> None:
         check_heads("attention", self.n_heads, self.kv_heads, self.width)
@@ -100,13 +109,7 @@ class Attention(Mixer):
     def scoring(self, position: Position) -> dict[str, Any]:
         """How the op is to score: everything but queries, keys and their places."""
         H, K, f = self.n_heads, self.width // self.n_heads, wide(self.dtype)
-        call = dict(
-            causal=self.causal,
-            window=self.window or 0,
-            prefix=self.prefix,
-            soft_cap=self.soft_cap,
-            bias=position.bias(H, self.causal),
-        )
+        call = dict(mask=self.mask, soft_cap=self.soft_cap, bias=position.bias(H, self.causal))
         if self.sinks:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("heads",))
             call["sinks"] = self.param("sinks", zeros, (H,), f)
@@ -166,7 +169,7 @@ def stream(mixer: Attention, position: Position, q: jax.Array, k: jax.Array, v: 
     parts = [part(jnp.maximum(q_at - shift, 0), jnp.maximum(k_at - shift, 0), k_at >= S, **near)]
     if S:
         first = dict(q_positions=jnp.minimum(q_at, end), k_positions=jnp.minimum(k_at, end))
-        parts.append(part(*first.values(), k_at < S, **first, window=0, sinks=None))
+        parts.append(part(*first.values(), k_at < S, **first, mask=CAUSAL, sinks=None))
     outputs, lses, weights = zip(*parts, strict=True)
     share = jax.nn.softmax(jnp.stack(lses), axis=0)  # [parts, B, L, H]
     if weights[0] is not None:
@@ -181,11 +184,10 @@ def arange(x: jax.Array) -> jax.Array:
 def whole_row(ctx: Context, call: dict[str, Any]) -> dict[str, jax.Array | None]:
     """Where queries and keys of a whole row stand.
 
-    Without bias, window and prefix only their order counts, which is that in the row; None says so, and lets fused
-    kernels serve packed documents.
+    Without bias, and by a mask that asks no more, only their order counts, which is that in the row; None says so, and
+    lets fused kernels serve packed documents.
     """
-    by_distance = call["bias"] is not None or call.get("window") or call.get("prefix")
-    at = ctx.positions if by_distance else None
+    at = None if call["bias"] is None and call["mask"].by_order() else ctx.positions
     return dict(q_positions=at, k_positions=at, q_segments=ctx.segments, k_segments=ctx.segments)
 
 

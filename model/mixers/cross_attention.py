@@ -11,6 +11,7 @@ from model.errors import UserError
 from model.layers import dense
 from model.mixers.attention import check_heads, look
 from model.ops.attention import IMPLEMENTATIONS
+from model.ops.mask import FULL
 from model.settings import Dim
 
 
@@ -43,7 +44,7 @@ class CrossAttention(Mixer):
                 whose = jnp.ones(x.shape[:2], jnp.int32)
             mine = ctx.memory_segments if ctx.segments is not None else (ctx.memory_segments > 0).astype(jnp.int32)
             call = dict(q_segments=whose, k_segments=mine)
-        y = look(self, q, k, v, causal=False, **call)
+        y = look(self, q, k, v, mask=FULL, **call)
         return dense(self.width, ("heads", None, "embed"), self.dtype, "out", inputs=2)(y), state
 
     def init_state(self, batch: int, max_len: int) -> State:

@@ -12,6 +12,7 @@ from model.errors import UserError
 from model.layers import check_divides, dense, fan_in, norm
 from model.mixers.attention import arange, cacheable, look, whole_row
 from model.ops.attention import IMPLEMENTATIONS
+from model.ops.mask import CAUSAL, FULL
 from model.ops.product import product
 from model.position import Position
 from model.settings import Dim
@@ -63,7 +64,8 @@ class MLA(Mixer):
         k_shared = position.rotate_keys(k_shared, at, span)
         k_up, v_up = self.up("k_up"), self.up("v_up")
 
-        call = dict(causal=self.causal, scale=(K + P) ** -0.5, bias=position.bias(H, self.causal))
+        mask = CAUSAL if self.causal else FULL
+        call = dict(mask=mask, scale=(K + P) ** -0.5, bias=position.bias(H, self.causal))
         if state is None:
             call |= whole_row(ctx, call)
             shared = jnp.broadcast_to(k_shared, (*k_shared.shape[:2], H, P))

@@ -1,8 +1,8 @@
 """Softmax attention: one op, several implementations.
 
 q: [B, L, H, K]; k: [B, M, G, K]; v: [B, M, G, V] with G dividing H (head h reads key-value head h // (H/G)).
-A query sees a key of its own document (segment 0, padding, sees and is seen by nothing) where causality, window and
-prefix allow it. `implementation` is speed, never meaning: `None` takes the best one that can serve the call.
+A query sees a key of its own document (segment 0, padding, sees and is seen by nothing) where the mask shows it.
+`implementation` is speed, never meaning: `None` takes the best one that can serve the call.
 """
 
 import dataclasses
@@ -19,13 +19,14 @@ from model.errors import UserError, choose
 from model.ops import sharing
 from model.ops.dense_attention import reference, weights_and_lse, xla
 from model.ops.fused_attention import cudnn, splash
+from model.ops.mask import CAUSAL, FULL, Mask
 from model.ops.scores import Bias, Form, Operands
 from model.ops.tiled_attention import tiled
 
 FEATURES = {
     "window": "a window on the distance",
-    "prefix": "a prefix that is seen both ways",
     "both ways": "no causal mask",
+    "pattern": "a mask that is no band of distances (a prefix)",
     "segments": "packed documents or padding",
     "positions": "positions other than 0, 1, 2, ... (a cache)",
     "stretch": "a device's own stretch of the queries",
@@ -72,7 +73,8 @@ IMPLEMENTATIONS = {
     "splash": Implementation(
         run=splash,
         summary="the TPU's fused kernel",
-        lacks=frozenset(FEATURES) - {"window", "both ways", "segments", "stretch", "soft cap", "value dim"},
+        lacks=frozenset(FEATURES) - {"window", "both ways", "pattern", "segments", "stretch", "soft cap", "value dim"},
+        lacks_together=(frozenset({"pattern", "stretch"}),),
         chips=(Chip("tpu", head_dim=256),),
         dtypes=("bfloat16", "float32"),
         head_dims=8,
@@ -109,7 +111,7 @@ def attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Softmax attention, `[B, L, H, V]`; with `with_lse` also the log-sum-exp of the scores, `[B, L, H]`.
 
-    `call` is what `prepare` takes by keyword: places, masks, and how to score. On a mesh every device computes its own
+    `call` is what `prepare` takes by keyword: places, mask, and how to score. On a mesh every device computes its own
     part, and what it is picked by is that part.
     """
     form, o = prepare(q, k, v, **call)
@@ -136,9 +138,7 @@ def prepare(
     k_positions: jax.Array | None = None,
     q_segments: jax.Array | None = None,
     k_segments: jax.Array | None = None,
-    causal: bool = True,
-    window: int = 0,
-    prefix: int = 0,
+    mask: Mask = CAUSAL,
     scale: float | None = None,
     soft_cap: float = 0.0,
     bias: Bias | None = None,
@@ -147,17 +147,14 @@ def prepare(
 ) -> tuple[Form, Operands]:
     """A call in the shape the implementations take.
 
-    Positions and segments are `[B or 1, L]` and `[B or 1, M]`; no positions at all means 0, 1, 2, ... A query sees
-    keys less than `window` away (0: any), and keys at positions below `prefix` even if they are later. `scale` is
-    1/sqrt(K) unless given, and 1 for additive scores. `soft_cap` c turns a score s into c tanh(s/c); then `bias` is
-    added. `sinks` `[H]` are logits that take part in the softmax and have no value; `additive` `[H, K]` are the
-    weights of Bahdanau's score.
+    Positions and segments are `[B or 1, L]` and `[B or 1, M]`; no positions at all means 0, 1, 2, ... By them, `mask`
+    says who sees whom in a document. `scale` is 1/sqrt(K) unless given, and 1 for additive scores. `soft_cap` c turns
+    a score s into c tanh(s/c); then `bias` is added. `sinks` `[H]` are logits that take part in the softmax and have no
+    value; `additive` `[H, K]` are the weights of Bahdanau's score.
     """
     (B, L, H, K), G = q.shape, k.shape[2]
     if H % G:
         raise UserError(f"{G} key-value heads do not divide {H} heads")
-    if window < 0:
-        raise UserError(f"window {window} must be at least 1, or 0 for none")
     if scale is None:
         scale = K**-0.5 if additive is None else 1.0
     contiguous = q_positions is None and k_positions is None
@@ -165,9 +162,7 @@ def prepare(
         q_positions = jnp.arange(L, dtype=jnp.int32)[None]
         k_positions = jnp.arange(k.shape[1], dtype=jnp.int32)[None]
     form = Form(
-        causal=causal,
-        window=window,
-        prefix=prefix,
+        mask=mask,
         scale=float(scale),
         soft_cap=float(soft_cap),
         bias=None if bias is None else bias.fn,
@@ -190,13 +185,15 @@ def prepare(
 
 def features(form: Form, o: Operands, with_lse: bool) -> set[str]:
     """The names in FEATURES that a call makes use of."""
+    band = form.mask.band()
+    back, ahead = band or (None, 0)
     used = {
-        "window": form.window > 0,
-        "prefix": form.prefix > 0,
-        "both ways": not form.causal,
+        "window": back is not None or bool(ahead),
+        "both ways": ahead != 0,
+        "pattern": band is None,
         "segments": o.k_segments is not None,
         "positions": form.stretches == 0,
-        "stretch": form.stretches > 1 and (form.causal or form.window > 0),
+        "stretch": form.stretches > 1 and form.mask != FULL,
         "bias": form.bias is not None,
         "soft cap": form.soft_cap > 0,
         "sinks": o.sinks is not None,

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from model.contract import wide
+from model.ops.mask import Mask, both
 
 
 @struct.dataclass
@@ -32,9 +33,7 @@ class Bias:
 class Form:
     """What is known of a call when it is traced."""
 
-    causal: bool
-    window: int  # a query sees keys less than this far away; 0: any distance
-    prefix: int  # keys at positions below this are seen by all queries of their document
+    mask: Mask
     scale: float
     soft_cap: float  # scores are kept within this by a tanh; 0: they are not
     bias: Callable | None
@@ -86,18 +85,8 @@ def visible(
     q_segments: jax.Array | None,
     k_segments: jax.Array | None,
 ) -> jax.Array | None:
-    """The mask `[B or 1, L, M]`, True where a query sees a key; None where all see all."""
-    distance = q_positions[:, :, None] - k_positions[:, None, :]
-    rules = []
-    if form.causal:
-        rules.append(distance >= 0)
-        if form.prefix:
-            rules[-1] |= k_positions[:, None, :] < form.prefix
-    if form.window:
-        rules.append(jnp.abs(distance) < form.window)
-    if k_segments is not None:
-        rules.append((q_segments[:, :, None] == k_segments[:, None, :]) & (k_segments[:, None, :] > 0))
-    mask = None
-    for rule in rules:
-        mask = rule if mask is None else mask & rule
-    return mask
+    """True where a query sees a key, `[B or 1, L or 1, M]`; None where all see all."""
+    seen = form.mask.sees(q_positions[:, :, None], k_positions[:, None, :])
+    if k_segments is None:
+        return seen
+    return both(seen, (q_segments[:, :, None] == k_segments[:, None, :]) & (k_segments[:, None, :] > 0))

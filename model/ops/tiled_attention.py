@@ -5,8 +5,8 @@ log-sum-exp (https://arxiv.org/abs/2205.14135). Both are one scan over the pairs
 that can see each other: those that cannot, by position or by document, cost nothing.
 """
 
+import dataclasses
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax import lax
 from model import placement
 from model.contract import wide
 from model.ops.dense_attention import LOW
+from model.ops.mask import FULL, Block
 from model.ops.scores import Form, Operands, raw_scores, shape_scores, visible
 
 
@@ -26,6 +27,8 @@ def tiled(form: Form, o: Operands, block: tuple[int, int] | None = None) -> tupl
     l, m = min(rows, L), min(columns, M)
     o = pad(o, -L % l, -M % m)
     pairs = candidates(form, -(-L // l), -(-M // m), l, m)
+    if form.stretches == 1 and np.all(of_pairs(form, *pairs.T, l, m).every):  # what is not skipped needs no mask
+        form = dataclasses.replace(form, mask=FULL)
     sparse = form.stretches != 1 or o.k_segments is not None
     out, lse = _tiled(form, (l, m), Pairs(pairs, sparse), o)
     return out[:, :L].astype(o.v.dtype), lse[:, :L]
@@ -63,19 +66,14 @@ def candidates(form: Form, n: int, n_keys: int, l: int, m: int) -> np.ndarray:
     """The block pairs `[n, 2]`, int32, that may hold a visible pair of tokens, as far as is known when traced."""
     i, j = np.mgrid[:n, :n_keys].astype(np.int32)
     if form.stretches == 1:
-        keep = may_see(form, i * l, i * l + l - 1, j * m, j * m + m - 1)
+        keep = np.broadcast_to(of_pairs(form, i, j, l, m).some, i.shape)
         i, j = i[keep], j[keep]
     return np.stack([i.ravel(), j.ravel()], axis=1)
 
 
-def may_see(form: Form, q_low: Any, q_high: Any, k_low: Any, k_high: Any) -> Any:
-    """Whether queries at positions q_low..q_high may see keys at k_low..k_high."""
-    seen = q_low == q_low
-    if form.causal:
-        seen = seen & ((q_high >= k_low) | (k_low < form.prefix))
-    if form.window:
-        seen = seen & (q_low - k_high < form.window) & (k_low - q_high < form.window)
-    return seen
+def of_pairs(form: Form, i: np.ndarray, j: np.ndarray, l: int, m: int) -> Block:
+    """What is known of block i of the queries and block j of the keys, at positions 0, 1, 2, ..."""
+    return form.mask.block(i * l, i * l + l - 1, j * m, j * m + m - 1)
 
 
 def pad(o: Operands, queries: int, keys: int) -> Operands:
@@ -152,7 +150,7 @@ def needed(form: Form, c: Operands, pairs: Pairs) -> jax.Array:
     q_low, q_high, q_first, q_last = (x[pairs.i] for x in extents(c.q_positions, c.q_segments))
     k_low, k_high, k_first, k_last = (x[pairs.j] for x in extents(c.k_positions, c.k_segments))
     same = (q_last >= k_first) & (k_last >= q_first)
-    return jnp.any(may_see(form, q_low, q_high, k_low, k_high) & same, axis=-1)
+    return jnp.any(form.mask.block(q_low, q_high, k_low, k_high).some & same, axis=-1)
 
 
 def tile_mask(form: Form, t: Operands) -> jax.Array | None:

@@ -20,12 +20,13 @@ from model.mixers.cross_attention import CrossAttention
 from model.mixers.mla import MLA
 from model.ops import tiled_attention
 from model.ops.attention import attention
+from model.ops.mask import CAUSAL, FULL, window
 from model.positions import POSITIONS
 from tests.parity.agreement import agree, normal
 
 B, L, D, H, G, K = 2, 21, 32, 4, 2, 8
 HEADS = dict(q=(B, L, H, K), k=(B, L, G, K), v=(B, L, G, K))
-CAUSAL = torch.full((L, L), float("-inf")).triu(1)
+AHEAD = torch.full((L, L), float("-inf")).triu(1)
 
 
 @pytest.fixture(autouse=True)
@@ -48,23 +49,23 @@ def test_grouped_queries(implementation, causal):
         y = scaled_dot_product_attention(*map(heads_first, (q, k, v)), is_causal=causal, enable_gqa=True)
         return heads_first(y)
 
-    agree(theirs, partial(attention, causal=causal, implementation=implementation), normal(**HEADS))
+    agree(theirs, partial(attention, mask=CAUSAL if causal else FULL, implementation=implementation), normal(**HEADS))
 
 
 def test_window(implementation):
-    near = CAUSAL + torch.full((L, L), float("-inf")).tril(-5)
+    near = AHEAD + torch.full((L, L), float("-inf")).tril(-5)
 
     def theirs(q, k, v):
         return heads_first(scaled_dot_product_attention(*map(heads_first, (q, k, v)), attn_mask=near, enable_gqa=True))
 
-    agree(theirs, partial(attention, window=5, implementation=implementation), normal(**HEADS))
+    agree(theirs, partial(attention, mask=CAUSAL & window(5), implementation=implementation), normal(**HEADS))
 
 
 def test_soft_cap(implementation):
     module = SimpleNamespace(num_key_value_groups=H // G, head_dim=K, training=False)
 
     def theirs(q, k, v):
-        return gemma2.eager_attention_forward(module, *map(heads_first, (q, k, v)), CAUSAL, softcap=1.5)[0]
+        return gemma2.eager_attention_forward(module, *map(heads_first, (q, k, v)), AHEAD, softcap=1.5)[0]
 
     agree(theirs, partial(attention, soft_cap=1.5, implementation=implementation), normal(**HEADS))
 
@@ -72,7 +73,7 @@ def test_soft_cap(implementation):
 def test_sinks(implementation):
     def theirs(q, k, v, sinks):
         module = SimpleNamespace(num_key_value_groups=H // G, sinks=sinks, training=False)
-        return gpt_oss.eager_attention_forward(module, *map(heads_first, (q, k, v)), CAUSAL, scaling=K**-0.5)[0]
+        return gpt_oss.eager_attention_forward(module, *map(heads_first, (q, k, v)), AHEAD, scaling=K**-0.5)[0]
 
     agree(theirs, partial(attention, implementation=implementation), normal(**HEADS, sinks=(H,)))
 
@@ -102,7 +103,7 @@ def test_llama_attention(implementation):
 
     def theirs(x, q, k, v, out):
         weights = {"q_proj.weight": linear(q), "k_proj.weight": linear(k), "v_proj.weight": linear(v)}
-        return call(module, weights | {"o_proj.weight": out.reshape(-1, D).T}, x, places, CAUSAL)
+        return call(module, weights | {"o_proj.weight": out.reshape(-1, D).T}, x, places, AHEAD)
 
     mixer = Attention(width=D, position=POSITIONS["rope"], n_heads=H, n_kv_heads=G, implementation=implementation)
 
@@ -122,7 +123,7 @@ def test_query_and_key_norms(implementation):
     def theirs(x, q, k, v, out, q_norm, k_norm):
         weights = {"q_proj.weight": linear(q), "k_proj.weight": linear(k), "v_proj.weight": linear(v)}
         weights |= {"o_proj.weight": out.reshape(-1, D).T, "q_norm.weight": q_norm, "k_norm.weight": k_norm}
-        return call(module, weights, x, places, CAUSAL)
+        return call(module, weights, x, places, AHEAD)
 
     mixer = Attention(
         width=D, position=POSITIONS["rope"], n_heads=H, n_kv_heads=G, qk_norm=True, implementation=implementation
@@ -181,7 +182,7 @@ def test_latent_attention(q_rank, form):
             weights |= {"q_a_proj.weight": q_down.T, "q_a_layernorm.weight": q_norm, "q_b_proj.weight": linear(q)}
         else:
             weights |= {"q_proj.weight": linear(q)}
-        return call(module, weights, x, places, CAUSAL)
+        return call(module, weights, x, places, AHEAD)
 
     position = partial(POSITIONS["rope"], layout="interleaved")
     mixer = MLA(width=D, position=position, n_heads=H, kv_rank=rank, q_rank=q_rank, shared_dim=P)

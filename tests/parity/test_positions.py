@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from model.ops.attention import attention
+from model.ops.mask import CAUSAL, FULL
 from model.positions import POSITIONS
 from model.score_bias import T5Bias
 from tests.parity.agreement import agree, normal
@@ -118,6 +119,6 @@ def test_t5_bias(causal):
 
     def ours(q, k, v, table):
         bias = POSITIONS["t5"]().apply({"params": {"table": table}}, H, causal, method="bias")
-        return attention(q, k, v, causal=causal, bias=bias, scale=1.0, implementation="tiled")
+        return attention(q, k, v, mask=CAUSAL if causal else FULL, bias=bias, scale=1.0, implementation="tiled")
 
     agree(theirs, ours, {name: 0.5 * x for name, x in normal(**PAIR, v=(B, L, H, K), table=(32, H)).items()})

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from experiments import torch_attention
 from experiments.speed import Contender, Setting, compiled
 from model.ops.attention import IMPLEMENTATIONS, Bias, attention
-from model.score_bias import T5Bias, alibi_bias, alibi_slopes
+from model.positions.score_bias import T5Bias, alibi_bias, alibi_slopes
 
 WINDOW, SOFT_CAP = 4096, 50.0
 CASES = ("causal", "window", "alibi", "t5", "soft cap", "sinks")

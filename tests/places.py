@@ -10,7 +10,7 @@ import numpy as np
 
 from model.ops.scores import Bias
 from model.positions import FIRE, T5, ALiBi, Kerple, Position, Rope
-from model.rotary import SCALINGS
+from model.positions.rotary import SCALINGS
 
 HEADS = 3
 ROPES = [

@@ -8,7 +8,7 @@ import pytest
 
 from model.errors import UserError
 from model.positions import FIRE, POSITIONS, T5, Kerple, Learned, Position, Rope, Sinusoidal, XPos
-from model.rotary import LAYOUTS, inverse_frequencies
+from model.positions.rotary import LAYOUTS, inverse_frequencies
 from tests.places import BIASES, HEADS, ROPES, at, embed, named, queries, random, score
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from model.errors import UserError
 from model.positions import Rope, XPos
-from model.rotary import SCALINGS, angles, frequencies, inverse_frequencies, yarn_range
+from model.positions.rotary import SCALINGS, angles, frequencies, inverse_frequencies, yarn_range
 from tests.places import ROPES, at, keys, named, queries, random, run, score
 
 

@@ -13,7 +13,7 @@ from model.layers import check_divides, dense, fan_in, norm
 from model.mixers.attention import arange, cacheable, look, whole_row
 from model.ops.attention import IMPLEMENTATIONS
 from model.ops.product import product
-from model.position import Position
+from model.positions.position import Position
 from model.settings import Dim
 
 

@@ -16,7 +16,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from model.ops.attention import attention
 from model.positions import POSITIONS
-from model.score_bias import T5Bias
+from model.positions.score_bias import T5Bias
 from tests.parity.agreement import agree, normal
 
 B, L, H, K = 2, 64, 4, 16

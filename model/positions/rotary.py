@@ -13,7 +13,7 @@ import numpy as np
 
 from model.contract import wide
 from model.errors import UserError, choose
-from model.position import Position
+from model.positions.position import Position
 from model.settings import Count, Length, above, at_least, at_most
 
 Theta = Annotated[float, above(1)]

@@ -13,8 +13,8 @@ from model.mixers.lru import ring
 from model.mixers.s4 import dplr_kernel, dplr_recurrence
 from model.mixers.s4d import INITS, s4d_kernel, s4d_system
 from model.mixers.s5 import mimo_system, write
+from model.mixers.state_space import bilinear, zoh
 from model.ops.hippo import legs, legs_modes
-from model.ssm import bilinear, zoh
 from tests import zoo
 
 # Every model, and both rules of discretisation.

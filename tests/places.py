@@ -10,14 +10,16 @@ import numpy as np
 
 from model.ops.scores import Bias
 from model.positions import FIRE, T5, ALiBi, Kerple, Position, Rope
-from model.rotary import SCALINGS
+from model.positions.rotary import SCALINGS
 
 HEADS = 3
+# What a scaling cannot do without, for heads of 16.
+NEEDED = {"longrope": dict(short_factor=(1.0, 1.1) * 4, long_factor=(1.5, 4.0) * 4)}
 ROPES = [
     Rope(),
     Rope(layout="interleaved"),
     Rope(fraction=0.5),
-    *(Rope(scaling=s, factor=4.0, original_length=64) for s in SCALINGS if s != "none"),
+    *(Rope(scaling=s, factor=4.0, original_length=64, **NEEDED.get(s, {})) for s in SCALINGS if s != "none"),
 ]
 BIASES = [ALiBi(), T5(), T5(buckets=8, max_distance=20), Kerple(), Kerple(variant="power"), FIRE(threshold=8.0)]
 

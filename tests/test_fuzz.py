@@ -53,6 +53,8 @@ def wrong(kind: Any) -> list[str]:
     if any(get_origin(one) is tuple for one in inner):
         if str in get_args(kind):
             return [*texts, "1.5", "(1,)", "{1:2}"]
+        if get_args(get_args(kind)[0])[:1] == (float,):
+            return [*texts, "fast", "-2", "(1.5,0)", "((1,),)", "(((", "(1,None)", "{1:2}"]
         return [*texts, "1.5", "((1,),)", "(((", "(1,2.5)", f"({HUGE},)", "{1:2}"]
     if bool in inner:
         return [*texts, "2", "maybe", "", "1.0"]

@@ -8,7 +8,7 @@ import pytest
 
 from model.errors import UserError
 from model.positions import FIRE, POSITIONS, T5, Kerple, Learned, Position, Rope, Sinusoidal, XPos
-from model.rotary import LAYOUTS, inverse_frequencies
+from model.positions.rotary import LAYOUTS, inverse_frequencies
 from tests.places import BIASES, HEADS, ROPES, at, embed, named, queries, random, score
 
 
@@ -111,6 +111,23 @@ MISTAKES = [
     (Rope(fraction=0.1), 8, "fraction 0.1 of head dim 8 must be even, not 0; closest: 2, fraction=0.25"),
     (Rope(factor=2.0), 8, "model.rope.factor 2.0 is read by no scaling; set it to 1.0, or the scaling to dynamic_ntk"),
     (Rope(scaling="ntk", factor=2.0), 2, "'ntk' needs at least 4 rotated dims, not 2; closest: linear"),
+    (Rope(beta_fast=16.0), 8, "rope.beta_fast 16.0 is read by scaling 'yarn' alone; set it to 32.0, or the .* to yarn"),
+    (
+        Rope(scaling="yarn", low_freq_factor=2.0),
+        8,
+        "low_freq_factor 2.0 is read by scaling 'llama3' alone; set it to 1.0",
+    ),
+    (Rope(scaling="llama3", truncate=False), 8, "truncate False is read by scaling 'yarn' alone; set it to True"),
+    (Rope(long_factor=(2.0,) * 4), 8, r"long_factor \(2.0, .*\) is read by scaling 'longrope' alone; set it to \(\)"),
+    (Rope(scaling="yarn", beta_slow=32.0), 8, "model.rope.beta_slow 32.0 must be below model.rope.beta_fast 32.0"),
+    (Rope(scaling="llama3", high_freq_factor=0.5), 8, "low_freq_factor 1.0 must be below .*high_freq_factor 0.5"),
+    (Rope(scaling="longrope"), 8, "model.rope.short_factor has 0 factors, and 4 pairs turn; give one for each"),
+    (Rope(scaling="longrope", short_factor=(1.0,) * 4), 8, "long_factor has 0 factors, and 4 pairs turn"),
+    (
+        Rope(scaling="longrope", original_length=1, short_factor=(1.0,), long_factor=(1.0,)),
+        2,
+        "'longrope' needs model.rope.original_length of at least 2; closest: 2",
+    ),
     (XPos(), 5, "xpos rotates pairs, so the head dim must be even, not 5; closest: 4"),
     (T5(max_distance=16), 8, "model.t5.max_distance 16 must be above 16, half of the buckets; closest: 17"),
 ]
@@ -121,6 +138,8 @@ IMPOSSIBLE = [
     (Rope, dict(scaling="yarm"), "Rope.scaling is 'yarm'; allowed: none, .*; closest: yarn"),
     (Rope, dict(scaling="linear", factor=0.5), "Rope.factor is 0.5; allowed: a number of at least 1; closest: 1.0"),
     (Rope, dict(scaling="yarn", original_length=0), "Rope.original_length is 0; allowed: .* from 1 to .*; closest: 1"),
+    (Rope, dict(scaling="yarn", mscale=-1.0), "Rope.mscale is -1.0; allowed: a number of at least 0; closest: 0.0"),
+    (Rope, dict(long_factor=(1.0, 0.0)), r"Rope.long_factor is \(1.0, 0.0\); allowed: a tuple, each .* above 0"),
     (Rope, dict(theta=1.0), "Rope.theta is 1.0; allowed: a number above 1; usual: 10000.0"),
     (XPos, dict(layout="interleave"), "XPos.layout is 'interleave'.*closest: interleaved"),
     (XPos, dict(scale_base=0), "XPos.scale_base is 0; allowed: .* from 1 to .*; closest: 1"),

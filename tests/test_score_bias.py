@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from model.positions import FIRE, T5, ALiBi, Kerple
-from model.score_bias import T5Bias, alibi_slopes, fire_bias, fire_input, kerple_log, kerple_power, t5_bucket
+from model.positions.score_bias import T5Bias, alibi_slopes, fire_bias, fire_input, kerple_log, kerple_power, t5_bucket
 from tests.places import (
     BIASES,
     HEADS,

@@ -14,7 +14,7 @@ from experiments.measurements import torch_attention
 from experiments.measurements.speed import Contender, Setting, compiled
 from model.ops.attention import IMPLEMENTATIONS, Bias, attention
 from model.ops.mask import CAUSAL, window
-from model.score_bias import T5Bias, alibi_bias, alibi_slopes
+from model.positions.score_bias import T5Bias, alibi_bias, alibi_slopes
 
 WINDOW, SOFT_CAP = 4096, 50.0
 CASES = ("causal", "window", "alibi", "t5", "soft cap", "sinks")

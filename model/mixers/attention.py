@@ -13,7 +13,7 @@ from model.layers import check_divides, dense, fan_in, norm
 from model.ops.attention import IMPLEMENTATIONS, attention, attention_weights
 from model.ops.mask import CAUSAL, FULL, Mask, Prefix, window
 from model.ops.product import product
-from model.position import Position
+from model.positions.position import Position
 from model.settings import Dim, Length, NotNegative, Whole
 
 

@@ -11,10 +11,10 @@ from model.contract import Context
 from model.layers import check_divides
 from model.mixers.mamba import inverse_softplus_dt
 from model.mixers.s4d import INITS, starting_modes
+from model.mixers.state_space import StateSpace, System, marks, paired
 from model.ops.scan import IMPLEMENTATIONS as SCANS
 from model.ops.scan import diagonal_scan
 from model.settings import Dim, Positive
-from model.ssm import StateSpace, System, marks, paired
 
 Array = jax.Array
 

@@ -10,9 +10,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from model.mixers.s4d import s4d_system
+from model.mixers.state_space import DISCRETISATIONS, StateSpace, System, log_uniform
 from model.ops.hippo import legs_modes
 from model.settings import Positive
-from model.ssm import DISCRETISATIONS, StateSpace, System, log_uniform
 
 
 class DSS(StateSpace):

@@ -9,8 +9,8 @@ import numpy as np
 
 from model.errors import UserError
 from model.mixers.s5 import mimo_system
+from model.mixers.state_space import StateSpace, System, paired
 from model.settings import Fraction, above, at_most
-from model.ssm import StateSpace, System, paired
 
 
 def ring(r_min: float, r_max: float) -> nn.initializers.Initializer:

@@ -10,10 +10,10 @@ from model.contract import Context, Mixer, State, wide
 from model.documents import neighbours
 from model.errors import UserError
 from model.layers import dense
+from model.mixers.state_space import log_uniform
 from model.ops.conv import conv_tail, short_conv
 from model.ops.scan import IMPLEMENTATIONS, selective_scan
 from model.settings import Dim, Positive
-from model.ssm import log_uniform
 
 
 def inverse_softplus_dt(dt_min: float, dt_max: float) -> nn.initializers.Initializer:

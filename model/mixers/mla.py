@@ -14,7 +14,7 @@ from model.mixers.attention import arange, cacheable, look, whole_row
 from model.ops.attention import IMPLEMENTATIONS
 from model.ops.mask import CAUSAL, FULL
 from model.ops.product import product
-from model.position import Position
+from model.positions.position import Position
 from model.settings import Dim
 
 

@@ -15,11 +15,11 @@ import numpy as np
 from jax import lax
 
 from model.contract import Context
+from model.mixers.state_space import StateSpace, System, check_length, filled, log_uniform, marks, paired
 from model.ops.conv import TOKENS, long_conv
 from model.ops.hippo import legs_modes
 from model.ops.stretches import by_channels
 from model.settings import Positive
-from model.ssm import StateSpace, System, check_length, filled, log_uniform, marks, paired
 
 FREQUENCIES = 256  # whose Cauchy matrices, one of D x N each, are held at once
 CHUNK = 64  # tokens whose states the backward pass holds at once

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from model.contract import Context
+from model.mixers.state_space import DISCRETISATIONS, StateSpace, System, diagonal_recurrence, impulse, log_uniform
 from model.ops.conv import long_conv
 from model.ops.hippo import legs_modes
 from model.settings import Positive
-from model.ssm import DISCRETISATIONS, StateSpace, System, diagonal_recurrence, impulse, log_uniform
 
 # Imaginary parts of A; the real part starts at -1/2, or for `real` at -(n + 1). N modes stand for 2N (conjugate pairs).
 INITS = {

@@ -8,10 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from model.layers import check_divides
+from model.mixers.state_space import (
+    DISCRETISATIONS,
+    StateSpace,
+    System,
+    diagonal_recurrence,
+    log_uniform,
+    paired,
+    powers,
+)
 from model.ops.conv import long_conv
 from model.ops.hippo import legs_modes
 from model.settings import Dim, Positive
-from model.ssm import DISCRETISATIONS, StateSpace, System, diagonal_recurrence, log_uniform, paired, powers
 
 
 def write(u: jax.Array, B: jax.Array) -> jax.Array:

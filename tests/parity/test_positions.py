@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import GPTNeoXConfig, LlamaConfig, T5Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.gpt_neox import modeling_gpt_neox as neox
 from transformers.models.gptj import modeling_gptj as gptj
@@ -17,7 +18,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 from model.ops.attention import attention
 from model.ops.mask import CAUSAL, FULL
 from model.positions import POSITIONS
-from model.score_bias import T5Bias
+from model.positions.score_bias import T5Bias
 from tests.parity.agreement import agree, normal
 
 B, L, H, K = 2, 64, 4, 16
@@ -31,37 +32,63 @@ def rotated(q, k, **settings):
     return jnp.stack([turn(q, method="rotate_queries"), turn(k, method="rotate_keys")])
 
 
+LENGTH = dict(original_max_position_embeddings=16)
+OURS = dict(factor=4.0, original_length=16)
+LONG = dict(
+    short_factor=(1.0, 1.02, 1.1, 1.3, 1.4, 1.5, 1.9, 2.0), long_factor=(1.0, 1.5, 3.0, 5.0, 9.0, 20.0, 30.0, 64.0)
+)
+# Of each: its scaling here, its parameters there, and what differs from the defaults here.
 SCALINGS = {
-    "none": (dict(rope_type="default"), {}),
-    "linear": (dict(rope_type="linear", factor=4.0), dict(factor=4.0)),
-    "dynamic_ntk": (dict(rope_type="dynamic", factor=2.0), dict(factor=2.0, original_length=16)),
-    "yarn": (
-        dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
-        dict(factor=4.0, original_length=16),
-    ),
+    "none": ("none", dict(rope_type="default"), {}),
+    "linear": ("linear", dict(rope_type="linear", factor=4.0), dict(factor=4.0)),
+    "dynamic_ntk": ("dynamic_ntk", dict(rope_type="dynamic", factor=2.0), dict(factor=2.0, original_length=16)),
+    "yarn": ("yarn", dict(rope_type="yarn", factor=4.0, **LENGTH), OURS),
     "llama3": (
-        dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
-             original_max_position_embeddings=16),
-        dict(factor=4.0, original_length=16),
+        "llama3",
+        dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, **LENGTH),
+        OURS,
     ),
-}  # fmt: skip
+    "longrope": ("longrope", dict(rope_type="longrope", factor=4.0, **LENGTH, **LONG), OURS | LONG),
+}
+# Settings of their own, away from the defaults.
+for name, scaling, own in (
+    ("yarn betas", "yarn", dict(beta_fast=4.0, beta_slow=0.3)),
+    ("yarn not truncated", "yarn", dict(truncate=False, beta_slow=0.3)),
+    ("yarn of DeepSeek", "yarn", dict(mscale=0.707, mscale_all_dim=0.707)),
+    ("yarn mscale", "yarn", dict(mscale=1.3, mscale_all_dim=0.4)),
+    ("llama3 bounds", "llama3", dict(low_freq_factor=0.2, high_freq_factor=1.5)),
+):
+    SCALINGS[name] = (scaling, SCALINGS[scaling][1] | own, OURS | own)
 
 
-@pytest.mark.parametrize("scaling", SCALINGS)
-def test_rope_and_its_scalings(scaling):
-    given, settings = SCALINGS[scaling]
-    config = LlamaConfig(
+def llama(given):
+    return LlamaConfig(
         hidden_size=H * K,
         num_attention_heads=H,
         max_position_embeddings=16,
         rope_parameters=dict(given, rope_theta=10_000.0),
     )
-    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(L)[None])
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_rope_and_its_scalings(name):
+    scaling, given, settings = SCALINGS[name]
+    cos, sin = LlamaRotaryEmbedding(llama(given))(torch.zeros(1), torch.arange(L)[None])
 
     def theirs(q, k):
         return torch.stack(apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2))
 
     agree(theirs, partial(rotated, scaling=scaling, **settings), normal(**PAIR))
+
+
+@pytest.mark.parametrize("span", [16, 17, 64])
+@pytest.mark.parametrize("name", list(SCALINGS)[1:])
+def test_frequencies_and_attention_factors(name, span):
+    scaling, given, settings = SCALINGS[name]
+    speeds, factor = ROPE_INIT_FUNCTIONS[given["rope_type"]](llama(given), torch.device("cpu"), seq_len=span)
+    found, temperature = POSITIONS["rope"](scaling=scaling, **settings).frequencies(K, span)
+    np.testing.assert_allclose(found, speeds.double().numpy(), rtol=1e-6)
+    assert temperature == pytest.approx(factor, rel=1e-6)
 
 
 def test_partial_rotary():

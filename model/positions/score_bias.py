@@ -17,7 +17,7 @@ import numpy as np
 from model.contract import wide
 from model.errors import UserError
 from model.ops.scores import Bias
-from model.position import Position
+from model.positions.position import Position
 from model.settings import WIDEST, Count, Dim, Positive, even, within
 
 

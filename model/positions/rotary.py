@@ -1,9 +1,10 @@
 """Rotary positions: queries and keys turned by their position, so that scores know the offset alone.
 
-Long contexts turn slower (linear, NTK, YaRN, Llama 3) or let far keys fade (xPos). The conventions of the scalings
-are those of Hugging Face transformers, so that its settings carry over.
+Long contexts turn slower (linear, NTK, YaRN, Llama 3, LongRoPE) or let far keys fade (xPos). The conventions of the
+scalings are those of Hugging Face transformers, so that its settings carry over.
 """
 
+import inspect
 import math
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -12,18 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from model.contract import wide
-from model.errors import UserError, choose
-from model.position import Position
-from model.settings import Count, Length, above, at_least, at_most
+from model.errors import UserError
+from model.ops.turns import constant_turns, times
+from model.positions.position import Position
+from model.settings import Count, Length, NotNegative, Positive, above, at_least, at_most, shown
 
 Theta = Annotated[float, above(1)]
 LAYOUTS = ("half", "interleaved")
-STRIDE = 1024
-
-# YaRN: dims that turn more often than the first over the original length are kept, less than the second, slowed.
-YARN_FAST, YARN_SLOW = 32, 1
-# Llama 3: the same two bounds, high and low frequency.
-LLAMA3_HIGH, LLAMA3_LOW = 4, 1
 
 XPOS_GAMMA = 0.4
 # Two scales differ by at most e^80, which leaves e^8 for the score itself: float32 ends at e^88.
@@ -36,15 +32,8 @@ def inverse_frequencies(dim: int, theta: float) -> np.ndarray:
 
 
 def angles(positions: jax.Array, frequencies: np.ndarray, dtype: Any) -> jax.Array:
-    """`position * frequency` less whole turns, `[..., dim/2]`.
-
-    A float32 product is off by 0.002 radians at position 100,000. So strides are counted apart, and the whole turns
-    that one stride makes are taken off in float64.
-    """
-    f = wide(dtype)
-    strides, rest = positions // STRIDE, positions % STRIDE
-    turn = np.mod(STRIDE * frequencies, 2 * np.pi)
-    return strides[..., None].astype(f) * jnp.asarray(turn, f) + rest[..., None].astype(f) * jnp.asarray(frequencies, f)
+    """`position * frequency` less whole turns, `[..., dim/2]`."""
+    return times(positions[..., None], constant_turns(frequencies, wide(dtype)))
 
 
 def turn_pairs(x: jax.Array, sin: jax.Array, cos: jax.Array, layout: str) -> jax.Array:
@@ -72,30 +61,89 @@ def dynamic_ntk(dim: int, theta: float, factor: float, original_length: int, spa
     return ntk(dim, theta, factor * max(span / original_length, 1.0) - (factor - 1), original_length, span)
 
 
-def yarn_range(dim: int, theta: float, original_length: int) -> tuple[int, int]:
+def yarn_range(
+    dim: int, theta: float, original_length: int, beta_fast: float, beta_slow: float, truncate: bool
+) -> tuple[float, float]:
     """The pairs between which YaRN passes from kept to slowed."""
 
     def pair(turns: float) -> float:
         return dim * math.log(original_length / (2 * math.pi * turns)) / (2 * math.log(theta))
 
-    return max(math.floor(pair(YARN_FAST)), 0), min(math.ceil(pair(YARN_SLOW)), dim - 1)
+    low, high = pair(beta_fast), pair(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    return max(low, 0), min(high, dim - 1)
 
 
-def yarn(dim: int, theta: float, factor: float, original_length: int, span: int) -> tuple[np.ndarray, float]:
+def yarn_sharpness(factor: float, mscale: float) -> float:
+    """What YaRN multiplies queries and keys by, since attention spreads out where there is more to see."""
+    return 0.1 * mscale * math.log(factor) + 1
+
+
+def yarn(
+    dim: int,
+    theta: float,
+    factor: float,
+    original_length: int,
+    span: int,
+    beta_fast: float,
+    beta_slow: float,
+    mscale: float,
+    mscale_all_dim: float,
+    truncate: bool,
+) -> tuple[np.ndarray, float]:
     """YaRN: slow pairs interpolated, fast ones kept, scores made sharper (https://arxiv.org/abs/2309.00071)."""
-    plain, (low, high) = inverse_frequencies(dim, theta), yarn_range(dim, theta, original_length)
+    check_below("beta_slow", beta_slow, "beta_fast", beta_fast)
+    low, high = yarn_range(dim, theta, original_length, beta_fast, beta_slow, truncate)
     slowed = np.clip((np.arange(dim // 2) - low) / (high - low if high != low else 0.001), 0, 1)
-    return plain * (slowed / factor + (1 - slowed)), 0.1 * math.log(factor) + 1
+    temperature = yarn_sharpness(factor, mscale) / yarn_sharpness(factor, mscale_all_dim)
+    return inverse_frequencies(dim, theta) * (slowed / factor + (1 - slowed)), temperature
 
 
-def llama3(dim: int, theta: float, factor: float, original_length: int, span: int) -> tuple[np.ndarray, float]:
+def llama3(
+    dim: int,
+    theta: float,
+    factor: float,
+    original_length: int,
+    span: int,
+    low_freq_factor: float,
+    high_freq_factor: float,
+) -> tuple[np.ndarray, float]:
     """Llama 3: slow pairs interpolated, fast ones kept, by their turns in the original length (https://arxiv.org/abs/2407.21783)."""
+    check_below("low_freq_factor", low_freq_factor, "high_freq_factor", high_freq_factor)
     plain = inverse_frequencies(dim, theta)
     turns = original_length * plain / (2 * np.pi)
-    kept = np.clip((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW), 0, 1)
+    kept = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0, 1)
     return plain * ((1 - kept) / factor + kept), 1.0
 
 
+def longrope(
+    dim: int,
+    theta: float,
+    factor: float,
+    original_length: int,
+    span: int,
+    short_factor: tuple[float, ...],
+    long_factor: tuple[float, ...],
+) -> tuple[np.ndarray, float]:
+    """LongRoPE, as in Phi-3: every pair slowed by a factor found for it, of two sets (https://arxiv.org/abs/2402.13753)."""
+    for name, factors in dict(short_factor=short_factor, long_factor=long_factor).items():
+        if len(factors) != dim // 2:
+            raise UserError(
+                f"model.rope.{name} has {len(factors)} factors, and {dim // 2} pairs turn; give one for each"
+            )
+    if original_length < 2:
+        raise UserError("model.rope.scaling 'longrope' needs model.rope.original_length of at least 2; closest: 2")
+    slower = np.asarray(long_factor if span > original_length else short_factor)
+    return inverse_frequencies(dim, theta) / slower, math.sqrt(1 + math.log(factor) / math.log(original_length))
+
+
+def check_below(low: str, lower: float, high: str, upper: float) -> None:
+    if lower >= upper:
+        raise UserError(f"model.rope.{low} {lower} must be below model.rope.{high} {upper}")
+
+
+# Each takes what all scalings do, and then the settings of Rope that it alone reads.
 SCALINGS = {
     "none": linear,
     "linear": linear,
@@ -103,20 +151,9 @@ SCALINGS = {
     "dynamic_ntk": dynamic_ntk,
     "yarn": yarn,
     "llama3": llama3,
+    "longrope": longrope,
 }
-
-
-def frequencies(
-    dim: int, theta: float, scaling: str, factor: float, original_length: int, span: int
-) -> tuple[np.ndarray, float]:
-    """The inverse frequencies `[dim/2]`, float64, and the temperature that sines and cosines are multiplied by."""
-    scale = choose("model.rope.scaling", scaling, SCALINGS)
-    if scaling == "none" and factor != 1:
-        others = ", ".join(sorted(SCALINGS.keys() - {"none"}))
-        raise UserError(f"model.rope.factor {factor} is read by no scaling; set it to 1.0, or the scaling to {others}")
-    if scale in (ntk, dynamic_ntk) and dim < 4:
-        raise UserError(f"model.rope.scaling {scaling!r} needs at least 4 rotated dims, not {dim}; closest: linear")
-    return scale(dim, theta, factor, original_length, span)
+OWN = {name: tuple(inspect.signature(scale).parameters)[5:] for name, scale in SCALINGS.items()}
 
 
 def rotary_dim(head_dim: int, fraction: float) -> int:
@@ -133,7 +170,7 @@ def rotary_dim(head_dim: int, fraction: float) -> int:
 class Rope(Position):
     """Rotary positions: queries and keys turned by their position (https://arxiv.org/abs/2104.09864).
 
-    `dynamic_ntk` reads the span, so a cache turns as a row of its room does, however few tokens it holds.
+    `dynamic_ntk` and `longrope` read the span, so a cache turns as a row of its room does, however few tokens it holds.
     """
 
     theta: Theta = 10_000.0
@@ -141,17 +178,51 @@ class Rope(Position):
     layout: Literal[*LAYOUTS] = "half"  # which dims are a pair: (i, i + K/2), or (2i, 2i + 1)
     scaling: Literal[*SCALINGS] = "none"  # for lengths past the trained one
     factor: Annotated[float, at_least(1)] = 1.0  # of the scaling: the length wanted over the length trained at
-    original_length: Length = 2048  # the length trained at; read by dynamic_ntk, yarn, llama3
+    original_length: Length = 2048  # the length trained at; read by dynamic_ntk, yarn, llama3, longrope
+    # YaRN keeps pairs that turn more than beta_fast times over the original length, and slows those below beta_slow.
+    beta_fast: Positive = 32.0
+    beta_slow: Positive = 1.0
+    truncate: bool = True  # YaRN: whether the pairs where that begins and ends are whole numbers
+    # YaRN sharpens by 0.1 mscale ln(factor) + 1. As in DeepSeek, what mscale_all_dim gives is left to the mixer.
+    mscale: NotNegative = 1.0
+    mscale_all_dim: NotNegative = 0.0
+    # Llama 3 keeps pairs that turn more than high_freq_factor times, and slows those below low_freq_factor.
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
+    # LongRoPE: how much slower each pair turns in spans up to the original length, and in longer ones.
+    short_factor: tuple[Positive, ...] = ()
+    long_factor: tuple[Positive, ...] = ()
 
     needs_attention: ClassVar[bool] = True
 
     @property
     def stretches(self) -> bool:
-        return self.scaling == "dynamic_ntk"
+        return self.scaling in ("dynamic_ntk", "longrope")
 
     def check(self, head_dim: int) -> None:
         dim = rotary_dim(head_dim, self.fraction)
-        frequencies(dim, self.theta, self.scaling, self.factor, self.original_length, span=1)
+        if self.scaling == "none" and self.factor != 1:
+            others = ", ".join(sorted(SCALINGS.keys() - {"none"}))
+            raise UserError(
+                f"model.rope.factor {self.factor} is read by no scaling; set it to 1.0, or the scaling to {others}"
+            )
+        for scaling, name in ((scaling, name) for scaling, names in OWN.items() for name in names):
+            value, usual = getattr(self, name), getattr(Rope, name)
+            if scaling != self.scaling and value != usual:
+                raise UserError(
+                    f"model.rope.{name} {shown(value)} is read by scaling {scaling!r} alone; set it to {usual}, "
+                    f"or the scaling to {scaling}"
+                )
+        if self.scaling in ("ntk", "dynamic_ntk") and dim < 4:
+            raise UserError(
+                f"model.rope.scaling {self.scaling!r} needs at least 4 rotated dims, not {dim}; closest: linear"
+            )
+        self.frequencies(dim, span=1)
+
+    def frequencies(self, dim: int, span: int) -> tuple[np.ndarray, float]:
+        """The inverse frequencies `[dim/2]`, float64, and the temperature that sines and cosines are multiplied by."""
+        own = {name: getattr(self, name) for name in OWN[self.scaling]}
+        return SCALINGS[self.scaling](dim, self.theta, self.factor, self.original_length, span, **own)
 
     def rotate_queries(self, q: jax.Array, positions: jax.Array, span: int) -> jax.Array:
         return self.rotate(q, positions, span)
@@ -162,7 +233,7 @@ class Rope(Position):
     def rotate(self, x: jax.Array, positions: jax.Array, span: int) -> jax.Array:
         self.check(x.shape[-1])
         dim = rotary_dim(x.shape[-1], self.fraction)
-        inverse, temperature = frequencies(dim, self.theta, self.scaling, self.factor, self.original_length, span)
+        inverse, temperature = self.frequencies(dim, span)
         angle = angles(positions, inverse, self.dtype)[..., None, :]
         sin, cos = temperature * jnp.sin(angle), temperature * jnp.cos(angle)
         turned = turn_pairs(x[..., :dim].astype(sin.dtype), sin, cos, self.layout).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""The position encodings by name, and those that are added to the embeddings."""
+"""Position encodings that are added to the embeddings: of fixed waves, or a learned table."""
 
 from typing import Annotated, ClassVar
 
@@ -8,9 +8,8 @@ import jax.numpy as jnp
 
 from model.contract import wide
 from model.errors import UserError
-from model.position import Position
-from model.rotary import Rope, XPos, angles, inverse_frequencies
-from model.score_bias import FIRE, T5, ALiBi, Kerple
+from model.positions.position import Position
+from model.positions.rotary import angles, inverse_frequencies
 from model.settings import Length, Positive, above
 
 
@@ -51,16 +50,3 @@ class Learned(Position):
         init = nn.with_logical_partitioning(nn.initializers.normal(0.02), (None, "embed"))
         table = self.param("table", init, (self.max_len, x.shape[-1]), wide(self.dtype))
         return x + jnp.take(table, positions, axis=0).astype(x.dtype)
-
-
-POSITIONS: dict[str, type[Position]] = {
-    "none": Position,
-    "sinusoidal": Sinusoidal,
-    "learned": Learned,
-    "rope": Rope,
-    "xpos": XPos,
-    "alibi": ALiBi,
-    "t5": T5,
-    "kerple": Kerple,
-    "fire": FIRE,
-}

@@ -132,9 +132,11 @@ def test_every_device_computes_its_part(sizes):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"mask": CAUSAL & window(100), "packed": True}, {"mask": window(512)}], ids=str
+    "options, within",
+    [({}, 1e-5), ({"mask": CAUSAL & window(100), "packed": True}, 1e-5), ({"mask": window(512)}, 3e-5)],
+    ids=str,
 )
-def test_splash_takes_a_stretch_of_the_queries(options, monkeypatch):
+def test_splash_takes_a_stretch_of_the_queries(options, within, monkeypatch):
     """Interpreted, on devices that have more queries than heads to share."""
     n, options = 512, dict(options)
     values = {name: leaf[:2, :, :2] for name, leaf in arrays(2, n, 64).items() if leaf.ndim == 4}
@@ -152,7 +154,7 @@ def test_splash_takes_a_stretch_of_the_queries(options, monkeypatch):
     monkeypatch.setitem(op.IMPLEMENTATIONS, "splash", op.Implementation(partial(splash, interpret=True), "interpreted"))
     compiled, placed = on_mesh(partial(run, implementation="splash"), dict(data=2, sequence=4), values)
     for one, other in zip(jax.tree.leaves(compiled(placed)), jax.tree.leaves(want), strict=True):
-        assert zoo.far(one, other) < 3e-5
+        assert zoo.far(one, other) < within
 
 
 def test_what_is_gathered_is_told_once(caplog):

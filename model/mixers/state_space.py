@@ -40,6 +40,9 @@ def bilinear(A: Array, dt: Array) -> tuple[Array, Array]:
 DISCRETISATIONS = {"zoh": zoh, "bilinear": bilinear}
 
 
+SHORT = 64  # lags up to which a plain product rounds a phase no worse than its factors are
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def powers(log_A: Array, L: int, every: int = 1) -> Array:
     """`A^0, ..., A^(L-1)`, `[L, ...]`, or those of A to the power of `every`.
@@ -48,7 +51,8 @@ def powers(log_A: Array, L: int, every: int = 1) -> Array:
     """
     check_length(L)
     lags = lags_of(log_A, L, every)
-    size, phase = jnp.exp(log_A.real * lags), times(lags, float_turns(log_A.imag))
+    size = jnp.exp(log_A.real * lags)
+    phase = times(lags, float_turns(log_A.imag)) if every * L > SHORT else log_A.imag * lags
     return jax.lax.complex(size * jnp.cos(phase), size * jnp.sin(phase))
 
 

@@ -35,6 +35,7 @@ class Task:
     name: ClassVar[str]
     kind: ClassVar[str]  # lm, classify
     n_classes: ClassVar[int] = 0  # classify only
+    next_token: ClassVar[bool] = False  # whether targets are the inputs one token on, to be read by who sees ahead
     block: ClassVar[int] = 1  # examples made together from one random stream, where that is faster
     by_epoch: ClassVar[bool] = False  # whether a finite training set changes from epoch to epoch
 

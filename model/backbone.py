@@ -54,8 +54,13 @@ class Backbone(nn.Module):
 
     @property
     def causal(self) -> bool:
-        """Whether no layer sees what comes later."""
+        """Whether every layer can go on from a state."""
         return self.stack(parent=None).causal
+
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether a layer sees what comes later."""
+        return self.stack(parent=None).sees_ahead
 
     def limit(self) -> int | None:
         """The number of positions that it can place; None: any."""

@@ -71,8 +71,13 @@ class Block(nn.Module):
 
     @property
     def causal(self) -> bool:
-        """Whether no token sees a later one."""
+        """Whether it can go on from a state."""
         return all(part.causal for part in self.parts().values())
+
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether some token sees a later one, be it of a prefix alone."""
+        return any(part.sees_ahead for part in self.parts().values())
 
     def init_state(self, batch: int, max_len: int) -> State:
         return {name: part.init_state(batch, max_len) for name, part in self.parts().items()}

@@ -59,6 +59,11 @@ class Mixer(nn.Module):
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
         raise NotImplementedError
 
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether some token sees a later one."""
+        return not self.causal
+
     def looked_into(self) -> bool:
         """Whether the caller wants maps of what this mixer attends to: `mutable=["maps"]`."""
         return self.is_mutable_collection("maps") and not self.is_initializing()

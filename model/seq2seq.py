@@ -114,6 +114,7 @@ class Seq2Seq(nn.Module):
 
     n_classes: ClassVar[int] = 0  # it is no classifier
     cls: ClassVar[bool] = False
+    sees_ahead: ClassVar[bool] = False
     causal: ClassVar[bool] = True  # no token of the target sees a later one
     shortest_prompt: ClassVar[int] = 2  # a source and a token to begin with
 

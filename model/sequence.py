@@ -49,8 +49,13 @@ class SequenceModel(nn.Module):
 
     @property
     def causal(self) -> bool:
-        """Whether no layer sees what comes later, so that the model can generate."""
+        """Whether every layer can go on from a state, so that the model can generate."""
         return self.bare().causal
+
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether a layer sees what comes later."""
+        return self.bare().sees_ahead
 
     @property
     def cls(self) -> bool:

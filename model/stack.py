@@ -61,8 +61,13 @@ class Stack(nn.Module):
 
     @property
     def causal(self) -> bool:
-        """Whether no layer sees what comes later."""
+        """Whether every layer can go on from a state."""
         return all(block(parent=None).causal for block in self.blocks)
+
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether a layer sees what comes later."""
+        return any(block(parent=None).sees_ahead for block in self.blocks)
 
     def init_state(self, batch: int, max_len: int) -> State:
         def opened(blocks):

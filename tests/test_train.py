@@ -87,6 +87,17 @@ def test_parameters_really_are_sharded():
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("reads", [("model.causal", "False"), ("model.attention.prefix", "4")], ids="=".join)
+def test_a_model_that_sees_its_answers_is_refused(reads, tmp_path):
+    (tmp_path / "book.txt").write_text("word " * 2000)
+    text = [("data.task", "text"), ("data.text.path", str(tmp_path / "book.txt")), ("data.text.length", "16")]
+    prepare(configs.load(DEBUG, text))
+    with pytest.raises(UserError, match="task 'text' asks for the next token, and this model sees it; allowed"):
+        prepare(configs.load(DEBUG, [*text, reads]))
+    prepare(load(reads))  # a task that asks elsewhere may be read both ways
+
+
+@pytest.mark.quick
 def test_what_the_mesh_cannot_share_out_is_refused():
     with pytest.raises(UserError, match=r"batch_size 6 .* mesh.fsdp x mesh.expert = 8; closest that does: 8"):
         prepare(load(("batch_size", "6")))

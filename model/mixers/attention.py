@@ -49,6 +49,10 @@ class Attention(Mixer):
             seen = seen | Prefix(self.prefix)
         return seen if self.window is None else seen & window(self.window)
 
+    @property
+    def sees_ahead(self) -> bool:
+        return not self.causal or self.prefix > 0
+
     def check(self, position: Position) -> None:
         check_heads("attention", self.n_heads, self.kv_heads, self.width)
         position.check(self.width // self.n_heads)

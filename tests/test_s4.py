@@ -13,7 +13,7 @@ from model.mixers.lru import ring
 from model.mixers.s4 import dplr_kernel, dplr_recurrence
 from model.mixers.s4d import INITS, s4d_kernel, s4d_system
 from model.mixers.s5 import mimo_system, write
-from model.mixers.state_space import bilinear, zoh
+from model.mixers.state_space import bilinear, powers, zoh
 from model.ops.hippo import legs, legs_modes
 from tests import zoo
 
@@ -168,6 +168,28 @@ def test_no_kernel_holds_a_power_for_every_lag():
 
     compiled = jax.jit(jax.grad(objective, argnums=(0, 1, 2))).lower(modes, modes, dt).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * 8 * L * D * N
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("lag", [32_767, 32_768, 1_000_000])
+def test_powers_keep_their_phase_at_long_lags(lag):
+    """Where A hardly decays: value and gradient as in float64. A rounded product of phase and lag is off by 0.001."""
+    rng = np.random.default_rng(0)
+    phase = np.concatenate([rng.uniform(-np.pi, np.pi, 50), 10 ** rng.uniform(-4, 2, 50), [0, np.pi, 130.3]])
+    parts = [p.astype(np.float32) for p in (-(10 ** rng.uniform(-8, -6, phase.shape)), phase)]
+    weight = rng.normal(size=(2, 3, len(phase)))
+
+    def objective(real, imag, weight):
+        found = powers(jax.lax.complex(real, imag), 3, lag)
+        return jnp.sum(weight[0] * found.real + weight[1] * found.imag), found
+
+    grads, found = jax.jit(jax.grad(objective, (0, 1), has_aux=True))(*parts, weight.astype(np.float32))
+    lags = lag * np.arange(3)[:, None]
+    want = np.exp(lags * (parts[0].astype(np.float64) + 1j * parts[1].astype(np.float64)))
+    np.testing.assert_allclose(found, want, atol=2e-6)
+    pulled = np.sum(lags * want * (weight[0] - 1j * weight[1]), axis=0)  # d/dx exp(x l) = l exp(x l)
+    for got, true in zip(grads, (pulled.real, -pulled.imag), strict=True):
+        np.testing.assert_allclose(got / lag, true / lag, atol=1e-5)
 
 
 @pytest.mark.quick

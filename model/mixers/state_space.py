@@ -19,6 +19,7 @@ from model.errors import UserError
 from model.layers import dense
 from model.ops.scan import IMPLEMENTATIONS as SCANS
 from model.ops.scan import diagonal_scan
+from model.ops.turns import float_turns, times
 from model.settings import WIDEST, even, within
 
 Array = jax.Array
@@ -39,11 +40,27 @@ def bilinear(A: Array, dt: Array) -> tuple[Array, Array]:
 DISCRETISATIONS = {"zoh": zoh, "bilinear": bilinear}
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def powers(log_A: Array, L: int, every: int = 1) -> Array:
-    """`A^0, ..., A^(L-1)`, `[L, ...]`, or those of A to the power of `every`."""
+    """`A^0, ..., A^(L-1)`, `[L, ...]`, or those of A to the power of `every`.
+
+    Where A hardly decays, its phase at long lags is to be had only without the whole turns.
+    """
     check_length(L)
-    lags = every * jnp.arange(L).astype(log_A.real.dtype)
-    return jnp.exp(log_A[None] * lags.reshape(L, *[1] * log_A.ndim))
+    lags = lags_of(log_A, L, every)
+    size, phase = jnp.exp(log_A.real * lags), times(lags, float_turns(log_A.imag))
+    return jax.lax.complex(size * jnp.cos(phase), size * jnp.sin(phase))
+
+
+@powers.defjvp
+def powers_tangent(L, every, primals, tangents):
+    (log_A,), (d_log_A,) = primals, tangents
+    result = powers(log_A, L, every)
+    return result, result * (lags_of(log_A, L, every) * d_log_A)
+
+
+def lags_of(log_A: Array, L: int, every: int) -> Array:
+    return every * jnp.arange(L, dtype=jnp.int32).reshape(L, *[1] * log_A.ndim)
 
 
 def impulse(w: Array, log_A: Array, L: int) -> Array:

@@ -14,12 +14,12 @@ import numpy as np
 
 from model.contract import wide
 from model.errors import UserError
+from model.ops.turns import constant_turns, times
 from model.positions.position import Position
 from model.settings import Count, Length, NotNegative, Positive, above, at_least, at_most, shown
 
 Theta = Annotated[float, above(1)]
 LAYOUTS = ("half", "interleaved")
-STRIDE = 1024
 
 XPOS_GAMMA = 0.4
 # Two scales differ by at most e^80, which leaves e^8 for the score itself: float32 ends at e^88.
@@ -32,15 +32,8 @@ def inverse_frequencies(dim: int, theta: float) -> np.ndarray:
 
 
 def angles(positions: jax.Array, frequencies: np.ndarray, dtype: Any) -> jax.Array:
-    """`position * frequency` less whole turns, `[..., dim/2]`.
-
-    A float32 product is off by 0.002 radians at position 100,000. So strides are counted apart, and the whole turns
-    that one stride makes are taken off in float64.
-    """
-    f = wide(dtype)
-    strides, rest = positions // STRIDE, positions % STRIDE
-    turn = np.mod(STRIDE * frequencies, 2 * np.pi)
-    return strides[..., None].astype(f) * jnp.asarray(turn, f) + rest[..., None].astype(f) * jnp.asarray(frequencies, f)
+    """`position * frequency` less whole turns, `[..., dim/2]`."""
+    return times(positions[..., None], constant_turns(frequencies, wide(dtype)))
 
 
 def turn_pairs(x: jax.Array, sin: jax.Array, cos: jax.Array, layout: str) -> jax.Array:

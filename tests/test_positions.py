@@ -80,6 +80,7 @@ def test_what_each_position_says_of_itself():
         "embed": {"sinusoidal", "learned"},
         "rotate_queries": {"rope", "xpos"},
         "rotate_keys": {"rope", "xpos"},
+        "sharpening": {"rope"},
         "bias": {"alibi", "t5", "kerple", "fire"},
     }
     for hook, users in hooks.items():

@@ -7,19 +7,15 @@ is trained on, so the same token would be read differently in a longer sequence.
 from typing import ClassVar, Literal
 
 import flax.linen as nn
-import jax.numpy as jnp
 
 from model.mixers.s4d import s4d_system
-from model.mixers.state_space import DISCRETISATIONS, StateSpace, System, log_uniform
+from model.mixers.state_space import DISCRETISATIONS, Continuous, System
 from model.ops.hippo import legs_modes
-from model.settings import Positive
 
 
-class DSS(StateSpace):
+class DSS(Continuous):
     """DSS-exp: the modes of HiPPO-LegS, and one weight w for what S4 has as B and C."""
 
-    dt_min: Positive = 0.001
-    dt_max: Positive = 0.1
     discretisation: Literal[*DISCRETISATIONS] = "zoh"
 
     groups: ClassVar[dict[str, str]] = {
@@ -32,7 +28,7 @@ class DSS(StateSpace):
 
     def systems(self) -> list[System]:
         D, N, channels = self.width, self.state // 2, ("inner", None)
-        dt = jnp.exp(self.weight("log_dt", log_uniform(self.dt_min, self.dt_max), (D,), channels[:1]))
+        dt = self.steps(D)
         Lambda = self.modes("Lambda", legs_modes(self.state)[0], (D, N), channels)
         both = self.readout("w", nn.initializers.normal(0.5**0.5), channels)
         return [s4d_system(Lambda, w, dt, self.discretisation) for w in both]

@@ -15,11 +15,10 @@ import numpy as np
 from jax import lax
 
 from model.contract import Context
-from model.mixers.state_space import StateSpace, System, check_length, filled, log_uniform, marks, paired
+from model.mixers.state_space import Continuous, System, check_length, filled, marks, paired
 from model.ops.conv import TOKENS, long_conv
 from model.ops.hippo import legs_modes
 from model.ops.stretches import by_channels
-from model.settings import Positive
 
 FREQUENCIES = 256  # whose Cauchy matrices, one of D x N each, are held at once
 CHUNK = 64  # tokens whose states the backward pass holds at once
@@ -128,11 +127,9 @@ def chunked(step: Any, h: jax.Array, tokens: dict[str, jax.Array]) -> tuple[jax.
 RECURRENCES = {"sequential": lax.scan, "chunked": chunked}
 
 
-class S4(StateSpace):
+class S4(Continuous):
     """S4: HiPPO-LegS, learned; a state space per channel, a convolution in training."""
 
-    dt_min: Positive = 0.001
-    dt_max: Positive = 0.1
     implementation: Literal["convolution", *RECURRENCES] | None = None  # None picks
 
     groups: ClassVar[dict[str, str]] = {
@@ -153,7 +150,7 @@ class S4(StateSpace):
             parts = filled(np.stack([start, np.zeros(N)])[:, None])
             return paired(self.weight(name, parts, (2, D, N), (None, *channels)))
 
-        dt = jnp.exp(self.weight("log_dt", log_uniform(self.dt_min, self.dt_max), (D,), channels[:1]))
+        dt = self.steps(D)
         Lambda = self.modes("Lambda", modes, (D, N), channels)
         P, B = vector("P", P), vector("B", B)
 

@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from model.contract import Context
-from model.mixers.state_space import DISCRETISATIONS, StateSpace, System, diagonal_recurrence, impulse, log_uniform
+from model.mixers.state_space import DISCRETISATIONS, Continuous, System, diagonal_recurrence, impulse
 from model.ops.conv import long_conv
 from model.ops.hippo import legs_modes
-from model.settings import Positive
 
 # Imaginary parts of A; the real part starts at -1/2, or for `real` at -(n + 1). N modes stand for 2N (conjugate pairs).
 INITS = {
@@ -66,12 +65,10 @@ def s4d_system(A: jax.Array, C: jax.Array, dt: jax.Array, discretisation: str) -
     )
 
 
-class S4D(StateSpace):
+class S4D(Continuous):
     """S4D: a linear time-invariant state space per channel, a convolution in training. B is part of C."""
 
     A_init: Literal[*INITS] = "lin"
-    dt_min: Positive = 0.001
-    dt_max: Positive = 0.1
     discretisation: Literal[*DISCRETISATIONS] = "zoh"
 
     groups: ClassVar[dict[str, str]] = {
@@ -89,6 +86,6 @@ class S4D(StateSpace):
         def C_init(key, shape, dtype):
             return nn.initializers.normal(0.5**0.5)(key, shape, dtype) * jnp.asarray(B, dtype)
 
-        dt = jnp.exp(self.weight("log_dt", log_uniform(self.dt_min, self.dt_max), (D,), channels[:1]))
+        dt = self.steps(D)
         A = self.modes("A", starting_modes(self.A_init, N), (D, N), channels)
         return [s4d_system(A, C, dt, self.discretisation) for C in self.readout("C", C_init, channels)]

@@ -8,18 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from model.layers import check_divides
-from model.mixers.state_space import (
-    DISCRETISATIONS,
-    StateSpace,
-    System,
-    diagonal_recurrence,
-    log_uniform,
-    paired,
-    powers,
-)
+from model.mixers.state_space import DISCRETISATIONS, Continuous, System, diagonal_recurrence, paired, powers
 from model.ops.conv import long_conv
 from model.ops.hippo import legs_modes
-from model.settings import Dim, Positive
+from model.settings import Dim
 
 
 def write(u: jax.Array, B: jax.Array) -> jax.Array:
@@ -43,7 +35,7 @@ def mimo_system(log_A: jax.Array, B: jax.Array, C: jax.Array) -> System:
     )
 
 
-class S5(StateSpace):
+class S5(Continuous):
     """S5: a diagonal state space over all channels, its modes those of HiPPO-N blocks, run by a scan.
 
     The paper draws normal B and C and moves them to the basis of the modes. The half of a unitary basis that has one
@@ -51,8 +43,6 @@ class S5(StateSpace):
     """
 
     blocks: Dim = 1  # J, copies of a smaller HiPPO-N that the modes start from
-    dt_min: Positive = 0.001
-    dt_max: Positive = 0.1
     discretisation: Literal[*DISCRETISATIONS] = "zoh"
 
     convolves: ClassVar[bool] = False
@@ -68,7 +58,7 @@ class S5(StateSpace):
         D, N, normal = self.width, self.state // 2, nn.initializers.normal
         start = np.tile(legs_modes(self.state // self.blocks)[0], self.blocks)
         Lambda = self.modes("Lambda", start, (N,), ("inner",))
-        dt = jnp.exp(self.weight("log_dt", log_uniform(self.dt_min, self.dt_max), (N,), ("inner",)))
+        dt = self.steps(N)
         B = paired(self.weight("B", normal((2 * D) ** -0.5), (2, N, D), (None, "inner", "embed")))
         log_A, hold = DISCRETISATIONS[self.discretisation](Lambda, dt)
         both = self.readout("C", normal(self.state**-0.5), ("embed", "inner"))

@@ -20,7 +20,7 @@ from model.layers import dense
 from model.ops.scan import IMPLEMENTATIONS as SCANS
 from model.ops.scan import diagonal_scan
 from model.ops.turns import float_turns, times
-from model.settings import WIDEST, even, within
+from model.settings import WIDEST, Positive, even, within
 
 Array = jax.Array
 
@@ -197,6 +197,17 @@ class StateSpace(Mixer):
 
     def state_bytes(self, length: int) -> int:
         return 2 * int(np.prod(self.state_shape())) * jnp.dtype(wide(self.dtype)).itemsize
+
+
+class Continuous(StateSpace):
+    """A state space in continuous time, made discrete by steps that are learned."""
+
+    dt_min: Positive = 0.001
+    dt_max: Positive = 0.1
+
+    def steps(self, n: int) -> Array:
+        """dt, `[n]`: between the two before training, all scales alike."""
+        return jnp.exp(self.weight("log_dt", log_uniform(self.dt_min, self.dt_max), (n,), ("inner",)))
 
 
 def filled(values: np.ndarray | float) -> nn.initializers.Initializer:

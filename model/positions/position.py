@@ -57,6 +57,13 @@ class Position(nn.Module):
         """Rotates keys, `[B, M, G, K]`."""
         return k
 
+    def sharpening(self, head_dim: int) -> tuple[float, float]:
+        """What is left to multiply scores by, of dims that were turned, and of dims beside them that never are.
+
+        A temperature is of the whole score, and a rotation reaches only the dims that it is given.
+        """
+        return 1.0, 1.0
+
     def bias(self, n_heads: int, causal: bool) -> Bias | None:
         """What is added to the scaled scores."""
         return None

@@ -183,7 +183,8 @@ class Rope(Position):
     beta_fast: Positive = 32.0
     beta_slow: Positive = 1.0
     truncate: bool = True  # YaRN: whether the pairs where that begins and ends are whole numbers
-    # YaRN sharpens by 0.1 mscale ln(factor) + 1. As in DeepSeek, what mscale_all_dim gives is left to the mixer.
+    # YaRN makes queries and keys larger by 0.1 mscale ln(factor) + 1. Of that, what mscale_all_dim would give is left
+    # to mixers some of whose dims never turn (MLA). If one of the two is 0, transformers reads neither.
     mscale: NotNegative = 1.0
     mscale_all_dim: NotNegative = 0.0
     # Llama 3 keeps pairs that turn more than high_freq_factor times, and slows those below low_freq_factor.
@@ -223,6 +224,13 @@ class Rope(Position):
         """The inverse frequencies `[dim/2]`, float64, and the temperature that sines and cosines are multiplied by."""
         own = {name: getattr(self, name) for name in OWN[self.scaling]}
         return SCALINGS[self.scaling](dim, self.theta, self.factor, self.original_length, span, **own)
+
+    def sharpening(self, head_dim: int) -> tuple[float, float]:
+        if self.mscale_all_dim:  # of all dims, as in DeepSeek; the rotations were made less sharp by as much
+            both = yarn_sharpness(self.factor, self.mscale_all_dim) ** 2
+            return both, both
+        _, temperature = self.frequencies(rotary_dim(head_dim, self.fraction), span=1)
+        return 1.0, temperature**2
 
     def rotate_queries(self, q: jax.Array, positions: jax.Array, span: int) -> jax.Array:
         return self.rotate(q, positions, span)

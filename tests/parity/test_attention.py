@@ -162,13 +162,30 @@ def test_cross_attention(implementation):
     agree(theirs, ours, normal(x=(B, L, D), memory=(B, M, D), **full))
 
 
+# DeepSeek's sharpness of rotated and of all dims, and the settings that say the same here.
+DEEPSEEK = {
+    "none": (None, {}),
+    "yarn": ((1.0, 1.0), dict(mscale=1.0, mscale_all_dim=1.0)),
+    "yarn by default": ((1.0, 1.0), {}),
+    "yarn of two sizes": ((1.3, 0.4), dict(mscale=1.3, mscale_all_dim=0.4)),
+}
+
+
 @pytest.mark.parametrize("q_rank", [0, 12])
 @pytest.mark.parametrize("form", ["whole", "cached"])
-def test_latent_attention(q_rank, form):
+@pytest.mark.parametrize("scaling", DEEPSEEK)
+def test_latent_attention(q_rank, form, scaling):
     rank, P = 10, 6
+    mscales, own = DEEPSEEK[scaling]
+    given, settings = {}, {}
+    if mscales:
+        given = dict(rope_type="yarn", rope_theta=10_000.0, factor=40.0, original_max_position_embeddings=16)
+        given = dict(rope_parameters=given | dict(zip(("mscale", "mscale_all_dim"), mscales, strict=True)))
+        settings = dict(scaling="yarn", factor=40.0, original_length=16, **own)
     config = DeepseekV3Config(
         hidden_size=D, num_attention_heads=H, num_key_value_heads=H, q_lora_rank=q_rank or None, kv_lora_rank=rank,
         qk_nope_head_dim=K, qk_rope_head_dim=P, v_head_dim=K, head_dim=P, attn_implementation="eager",
+        **given,
     )  # fmt: skip
     module, places = DeepseekV3Attention(config, 0), rotary(DeepseekV3RotaryEmbedding, config)
     for norm in (module.kv_a_layernorm, *([module.q_a_layernorm] if q_rank else [])):
@@ -184,7 +201,7 @@ def test_latent_attention(q_rank, form):
             weights |= {"q_proj.weight": linear(q)}
         return call(module, weights, x, places, AHEAD)
 
-    position = partial(POSITIONS["rope"], layout="interleaved")
+    position = partial(POSITIONS["rope"], layout="interleaved", **settings)
     mixer = MLA(width=D, position=position, n_heads=H, kv_rank=rank, q_rank=q_rank, shared_dim=P)
 
     def ours(x, kv_norm, k_up, v_up, q_norm=None, **kernels):

@@ -32,6 +32,14 @@ ARCHS = {
     "griffin": dict(mixers=("rglru", "rglru", "attention"), position="rope", attention=dict(window=1024, n_kv_heads=1)),
     # Samba (arXiv:2406.07522): alternating, attention to the last 2,048 tokens.
     "samba": dict(mixers=("mamba", "attention"), position="rope", attention=dict(window=2048)),
+    # Gemma 3 (arXiv:2503.19786): five layers that see the last 1,024 tokens, then one that sees all and turns slower.
+    "gemma3": dict(
+        mixers=("local",) * 5 + ("global",),
+        norm_order="sandwich",
+        mlp="geglu",
+        local=dict(mixer="attention", position="rope", window=1024, qk_norm=True),
+        **{"global": dict(mixer="attention", position="rope", rope=dict(theta=1e6), qk_norm=True)},
+    ),
 }
 
 

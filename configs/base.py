@@ -3,6 +3,10 @@
 Three keys are choices: `model.mixers`, `model.position` and `data.task`. Each brings a section named after what was
 chosen, filled with that choice's own defaults (`model.mamba.state`, `model.rope.theta`, `data.mqar.length`), so a
 config states only what differs and a run's `config.json` holds only what it used.
+
+Layers that share a mixer may differ: a name of one's own in `model.mixers` has a section that says which mixer it is
+(`model.local.mixer`), perhaps a position of its own (`model.local.position`, `model.local.rope.theta`), and whatever
+settings of that mixer differ (`model.local.window`).
 """
 
 from dataclasses import dataclass

@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -25,16 +27,46 @@ Model = SequenceModel | Seq2Seq
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float64": jnp.float64}
 
 
-def declared(mixers: tuple[str, ...], position: str) -> Section:
-    """The config sections that these choices bring."""
-    found = {name: section(choose("mixer", name, MIXERS), without=Mixer) for name in mixers}
-    own = section(choose("position", position, POSITIONS), without=Position)
-    return found | ({position: own} if own else {})
+INSIDE = [name for name, position in POSITIONS.items() if position.needs_attention]
 
 
-def sections(mixers: tuple[str, ...], position: str) -> dict[str, dict[str, Any]]:
+@dataclass(frozen=True)
+class Entry:
+    """What a name in `model.mixers` stands for; a name of the user's own has these in its section, and its mixer's."""
+
+    mixer: Literal[*MIXERS]
+    position: Literal["none", *INSIDE] | None = None  # acts inside this mixer alone; None: `model.position` does
+
+
+def entry(c: Mapping[str, Any], name: str) -> Entry:
+    given = c.get(name, {})
+    return Entry(given["mixer"], given["position"]) if "mixer" in given else Entry(name)
+
+
+def declared(mixers: tuple[str, ...], position: str, given: Mapping[str, Any] = MappingProxyType({})) -> Section:
+    """The config sections that these choices bring; `given` has those of the user's own names, with their choices."""
+    found = {}
+    for name in mixers:
+        one = entry(given, name)
+        found[name] = section(choose("mixer", one.mixer, MIXERS), without=Mixer)
+        if one.mixer != name:
+            found[name] = section(Entry) | found[name] | of_position(one.position or "none")
+    return found | of_position(position)
+
+
+def of_position(name: str) -> Section:
+    own = section(choose("position", name, POSITIONS), without=Position)
+    return {name: own} if own else {}
+
+
+def sections(
+    mixers: tuple[str, ...], position: str, given: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, dict[str, Any]]:
     """The same with their defaults."""
-    return defaults(declared(mixers, position))
+    found = defaults(declared(mixers, position, given))
+    for name in mixers:
+        found[name] |= {key: value for key, value in asdict(entry(given, name)).items() if key in found[name]}
+    return found
 
 
 def build(config: Mapping[str, Any], vocab_size: int, n_classes: int = 0, tail: int = 0) -> Model:
@@ -47,10 +79,9 @@ def stack(c: Mapping[str, Any], vocab_size: int, n_classes: int, tail: int) -> S
     """Layers of mixers. Wherever a task asks, they answer."""
     check(c, n_classes)
     dtype = DTYPES[c["dtype"]]
-    position = partial(POSITIONS[c["position"]], **c.get(c["position"], {}))
     layers = partial(
         Stack,
-        blocks=tuple(block(c, name, position) for name in c["mixers"]),
+        blocks=tuple(block(c, name) for name in c["mixers"]),
         layers=c["layers"],
         scan=c["scan"],
         remat=c["remat"],
@@ -59,7 +90,7 @@ def stack(c: Mapping[str, Any], vocab_size: int, n_classes: int, tail: int) -> S
         Backbone,
         width=c["width"],
         stack=layers,
-        position=position,
+        position=position_of(c, c["position"]),
         cls=bool(n_classes) and c["pool"] == "cls",
         dropout=c["dropout"],
         dtype=dtype,
@@ -71,11 +102,19 @@ def stack(c: Mapping[str, Any], vocab_size: int, n_classes: int, tail: int) -> S
     return SequenceModel(vocab_size=vocab_size, width=c["width"], backbone=backbone, head=head, dtype=dtype)
 
 
-def block(c: Mapping[str, Any], name: str, position: Callable[..., Position]) -> Callable[..., Block]:
-    """A layer with the mixer of that name."""
-    cls, shared = MIXERS[name], dict(width=c["width"], causal=c["causal"], dtype=DTYPES[c["dtype"]])
-    place = {"position": position} if hasattr(cls, "softmax") else {}
-    sublayers = [("mixer", partial(cls, **shared, **place, **c.get(name, {})))]
+def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
+    """A layer with the mixer of that name, or what the user calls so."""
+    shared, given, one = (
+        dict(width=c["width"], causal=c["causal"], dtype=DTYPES[c["dtype"]]),
+        c.get(name, {}),
+        entry(c, name),
+    )
+    cls = MIXERS[one.mixer]
+    settings = {key: given[key] for key in section(cls, without=Mixer) if key in given}
+    if hasattr(cls, "softmax"):
+        own = one.position is not None
+        settings["position"] = position_of(given, one.position) if own else position_of(c, c["position"])
+    sublayers = [("mixer", partial(cls, **shared, **settings))]
     if mlp := MLPS[c["mlp"]]:
         hidden = mlp_width(c["mlp"], c["width"], c["mlp_width"])
         sublayers.append(("mlp", partial(mlp, **shared, hidden=hidden)))
@@ -89,6 +128,11 @@ def block(c: Mapping[str, Any], name: str, position: Callable[..., Position]) ->
         dropout=c["dropout"],
         dtype=DTYPES[c["dtype"]],
     )
+
+
+def position_of(c: Mapping[str, Any], name: str) -> Callable[..., Position]:
+    """A position encoding with the settings that a section has for it."""
+    return partial(POSITIONS[name], **c.get(name, {}))
 
 
 def seq2seq(c: Mapping[str, Any], vocab_size: int, n_classes: int, tail: int) -> Seq2Seq:
@@ -117,7 +161,13 @@ def check(c: Mapping[str, Any], n_classes: int) -> None:
     """Refuses what cannot work in a stack, by name."""
     if not c["mixers"]:
         raise UserError(f"model.mixers is empty; choose from {', '.join(sorted(MIXERS))}")
-    mixers = [choose("mixer", name, MIXERS) for name in c["mixers"]]
+    mixers = [choose("mixer", entry(c, name).mixer, MIXERS) for name in c["mixers"]]
+    for name, mixer in zip(c["mixers"], mixers, strict=True):
+        if entry(c, name).position is not None and not hasattr(mixer, "softmax"):
+            raise UserError(
+                f"model.{name}.position is {entry(c, name).position!r}, and {entry(c, name).mixer} has no scores for "
+                "it to act on; allowed: None"
+            )
     position = choose("position", c["position"], POSITIONS)
     if position.needs_attention and not any(hasattr(m, "softmax") for m in mixers):
         free = ", ".join(name for name, p in POSITIONS.items() if not p.needs_attention)
@@ -136,11 +186,13 @@ SHARED_GROUPS = {"scale": "no_decay", "bias": "no_decay", "embedding": "no_decay
 def group_rules(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(pattern of a parameter's path, optimizer group); a path that none matches is in the group `decay`."""
     rules = [(rf"(.*/)?{name}", group) for name, group in SHARED_GROUPS.items()]
-    rules += [(rf"(.*/)?position/{name}", group) for name, group in POSITIONS[config["position"]].groups.items()]
+    entries = [entry(config, name) for name in config["mixers"]]
+    for position in {config["position"]: None} | {one.position or "none": None for one in entries}:
+        rules += [(rf"(.*/)?position/{name}", group) for name, group in POSITIONS[position].groups.items()]
     mlp = MLPS[config["mlp"]]
     of_mlp = mlp(parent=None, width=1).groups if mlp else {}
-    for i, mixer in enumerate(config["mixers"]):
-        for part, groups in (("mixer", MIXERS[mixer].groups), ("mlp", of_mlp)):
+    for i, one in enumerate(entries):
+        for part, groups in (("mixer", MIXERS[one.mixer].groups), ("mlp", of_mlp)):
             for name, group in groups.items():
                 rules.append((rf"stack/(layers|rest)/block_{i}/{part}/{re.escape(name)}", group))
     return rules

@@ -1,12 +1,14 @@
 """Configs: read from a file, checked against every key that exists, overridden, resolved, compared."""
 
+import copy
 import dataclasses
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
@@ -29,17 +31,18 @@ def load(spec: str, overrides: Iterable[tuple[str, str]] = ()) -> ConfigDict:
     asked = dict(overrides)
     file = spec.partition(":")[0]
     config = base.get_config()
+    config.model.update(own_entries(given, asked, file))
     known = declared(config)
     # The choices first: they decide which other keys exist.
     for key in CHOICES:
-        if key in given:
-            put(config, known, key, given[key], file)
         if key in asked:
             put(config, known, key, settings.read(asked[key], known[key].type))
+        elif key in given:
+            put(config, known, key, given[key], file)
     complete(config)
     known = declared(config)
     for key, value in given.items():
-        if key not in CHOICES and not unused_section(key, config):
+        if key not in CHOICES and not unused_section(key, config, given):
             put(config, known, key, value, file)
     for key, text in asked.items():
         if key not in CHOICES:
@@ -47,30 +50,61 @@ def load(spec: str, overrides: Iterable[tuple[str, str]] = ()) -> ConfigDict:
     return config.lock()
 
 
+def own_entries(given: Mapping[str, Any], asked: Mapping[str, str], file: str) -> dict[str, dict[str, Any]]:
+    """What names of the user's own in `model.mixers` stand for, by the keys `model.NAME.mixer` and `.position`."""
+    names = [
+        key[len("model.") : -len(".mixer")] for key in (*given, *asked) if re.fullmatch(r"model\.[^.]+\.mixer", key)
+    ]
+    found: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(name for name in names if name not in MIXERS):
+        if name in POSITIONS or name in settings.section(base.Model):
+            raise UserError(f"model.{name} is another key of the model section, no mixer; choose another name")
+        found[name] = {}
+        for field in dataclasses.fields(build.Entry):
+            key = f"model.{name}.{field.name}"
+            value = settings.read(asked[key], field.type) if key in asked else given.get(key)
+            settings.check(key, value, field.type, where=partial(place, "" if key in asked else file, key))
+            found[name][field.name] = value
+    return found
+
+
 def declared(config: ConfigDict) -> Declared:
     """Every key there is, given the choices made: its type, which says what is allowed, and its default."""
-    task = config.data.task
+    task, model = config.data.task, config.model
     chosen = {
-        "model": build.declared(config.model.mixers, config.model.position),
+        "model": build.declared(model.mixers, model.position, model),
         "data": {task: settings.section(choose("task", task, data.TASKS))},
     }
-    return flatten(settings.section(base.Base)) | flatten(chosen)
+    known = flatten(settings.section(base.Base)) | flatten(chosen)
+    if own := own_names(model):
+        known["model.mixers"] = copy.copy(known["model.mixers"])
+        known["model.mixers"].type = tuple[Literal[*MIXERS, *own], ...]
+    return known
+
+
+def own_names(model: ConfigDict) -> list[str]:
+    return [name for name, section in model.items() if isinstance(section, ConfigDict) and "mixer" in section]
 
 
 def complete(config: ConfigDict) -> None:
     """Adds the section that each choice brings, with its defaults."""
-    for name, defaults in build.sections(config.model.mixers, config.model.position).items():
+    for name in own_names(config.model):
+        if name not in config.model.mixers:
+            del config.model[name]
+    for name, defaults in build.sections(config.model.mixers, config.model.position, config.model).items():
         config.model[name] = defaults
     task = config.data.task
     config.data[task] = settings.defaults(settings.section(data.TASKS[task]))
 
 
-def unused_section(key: str, config: ConfigDict) -> bool:
+def unused_section(key: str, config: ConfigDict, given: Mapping[str, Any]) -> bool:
     """Whether a config file's key belongs to a mixer, position or task that was not chosen in the end."""
-    room, _, rest = key.partition(".")
-    name = rest.partition(".")[0]
+    room, name, *rest = (*key.split("."), "")
     tables = {"model": {**MIXERS, **POSITIONS}, "data": data.TASKS}
-    return name in tables.get(room, {}) and name not in config[room]
+    own = f"model.{name}.mixer" in given
+    if name in tables.get(room, {}) or own:
+        return name not in config[room] or (own and rest[0] in POSITIONS and rest[0] not in config[room][name])
+    return False
 
 
 def put(config: ConfigDict, known: Declared, key: str, value: Any, file: str = "") -> None:

@@ -34,7 +34,7 @@ INSIDE = [name for name, position in POSITIONS.items() if position.needs_attenti
 class Entry:
     """What a name in `model.mixers` stands for; a name of the user's own has these in its section, and its mixer's."""
 
-    mixer: Literal[*MIXERS]
+    mixer: Literal[*MIXERS] = "attention"
     position: Literal["none", *INSIDE] | None = None  # acts inside this mixer alone; None: `model.position` does
 
 

@@ -94,7 +94,7 @@ def check(restored: Restored, tokens: np.ndarray, segments: np.ndarray | None) -
     if not any("weights" in layer for layer in shapes):
         c = restored.run.config.model
         has = ", ".join(dict.fromkeys(c.mixers)) or f"none in a {c.kind}"
-        allowed = ", ".join(name for name, mixer in MIXERS.items() if hasattr(mixer, "softmax"))
+        allowed = ", ".join(name for name, mixer in MIXERS.items() if mixer.softmax)
         raise UserError(f"this model's mixers, {has}, have no attention maps; allowed: a run with {allowed} in a layer")
 
 

@@ -1,10 +1,12 @@
-"""Names everything there is to choose from, one line each.
+"""Names everything there is to choose from, one line each; of what is named, every setting.
 
 python -m experiments.list
+python -m experiments.list mamba rope
 """
 
 import ast
 import inspect
+import itertools
 from pathlib import Path
 
 from rich.console import Console
@@ -13,9 +15,12 @@ from rich.text import Text
 import data
 from configs.archs import ARCHS
 from experiments.tables.definitions import TABLES
+from model import settings
+from model.contract import Mixer
+from model.errors import choose
 from model.mixers import MIXERS
 from model.ops.attention import IMPLEMENTATIONS, support_matrix
-from model.positions import POSITIONS
+from model.positions import POSITIONS, Position
 from train import cli
 from train import config as configs
 
@@ -28,10 +33,32 @@ def catalogue() -> dict[str, dict[str, str]]:
         "attention (model.attention.implementation)": {n: can.summary for n, can in IMPLEMENTATIONS.items()},
         "what each attention implementation serves": served(),
         "tasks (data.task)": {name: first_line(task) for name, task in sorted(data.TASKS.items())},
-        "architectures (arch=...)": {name: settings(arch) for name, arch in ARCHS.items()},
+        "architectures (arch=...)": {name: changed(arch) for name, arch in ARCHS.items()},
         "configs (--config=...)": config_files(Path("configs")),
         "tables (experiments.reproduce)": {name: table.description for name, table in TABLES.items()},
     }
+
+
+def described(name: str) -> dict[str, dict[str, str]]:
+    """Of everything with this name: heading -> setting -> its default and what it may be."""
+    declared = {
+        "mixer": {mixer: settings.section(cls, without=Mixer) for mixer, cls in MIXERS.items()},
+        "position": {position: settings.section(cls, without=Position) for position, cls in POSITIONS.items()},
+        "task": {task: settings.section(cls) for task, cls in data.TASKS.items()},
+    }
+    room = {"mixer": "model", "position": "model", "task": "data"}
+    found = {}
+    for kind, table in declared.items():
+        if name in table:
+            lines = {key: f"{field.default!r}; {settings.says(field.type)}" for key, field in table[name].items()}
+            found[f"{kind} {name} ({room[kind]}.{name})"] = lines
+    if name in ARCHS:
+        found[f"architecture {name} (arch={name})"] = {
+            f"model.{k}": repr(v) for k, v in configs.flatten(ARCHS[name]).items()
+        }
+    if not found:
+        choose("name", name, {*itertools.chain(*declared.values()), *ARCHS})
+    return found
 
 
 def served() -> dict[str, str]:
@@ -49,7 +76,7 @@ def first_line(thing: object) -> str:
     return (inspect.getdoc(thing) or "").partition("\n")[0]
 
 
-def settings(arch: dict) -> str:
+def changed(arch: dict) -> str:
     """What a named architecture changes in the model section."""
     flat = configs.flatten(arch)
     shown = {key: "+".join(value) if isinstance(value, tuple) else value for key, value in flat.items()}
@@ -68,9 +95,10 @@ def config_files(folder: Path) -> dict[str, str]:
 
 
 def main(argv: list[str]) -> None:
-    cli.refuse_arguments(argv, "list")
+    cli.refuse_arguments(argv[:1], "list", "names of mixers, positions, tasks and architectures")
     console = Console(highlight=False, soft_wrap=True)
-    for section, names in catalogue().items():
+    shown = catalogue() if len(argv) == 1 else dict(itertools.chain(*(described(name).items() for name in argv[1:])))
+    for section, names in shown.items():
         console.print(Text(section, style="bold"))
         width = max(map(len, names), default=0)
         for name, line in names.items():

@@ -111,7 +111,7 @@ def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
     )
     cls = MIXERS[one.mixer]
     settings = {key: given[key] for key in section(cls, without=Mixer) if key in given}
-    if hasattr(cls, "softmax"):
+    if cls.softmax:
         own = one.position is not None
         settings["position"] = position_of(given, one.position) if own else position_of(c, c["position"])
     sublayers = [("mixer", partial(cls, **shared, **settings))]
@@ -163,13 +163,13 @@ def check(c: Mapping[str, Any], n_classes: int) -> None:
         raise UserError(f"model.mixers is empty; choose from {', '.join(sorted(MIXERS))}")
     mixers = [choose("mixer", entry(c, name).mixer, MIXERS) for name in c["mixers"]]
     for name, mixer in zip(c["mixers"], mixers, strict=True):
-        if entry(c, name).position is not None and not hasattr(mixer, "softmax"):
+        if entry(c, name).position is not None and not mixer.softmax:
             raise UserError(
                 f"model.{name}.position is {entry(c, name).position!r}, and {entry(c, name).mixer} has no scores for "
                 "it to act on; allowed: None"
             )
     position = choose("position", c["position"], POSITIONS)
-    if position.needs_attention and not any(hasattr(m, "softmax") for m in mixers):
+    if position.needs_attention and not any(m.softmax for m in mixers):
         free = ", ".join(name for name, p in POSITIONS.items() if not p.needs_attention)
         raise UserError(
             f"position {c['position']!r} acts on the scores of attention, and mixers {tuple(c['mixers'])} have none; "

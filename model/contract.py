@@ -47,6 +47,10 @@ class Mixer(nn.Module):
     causal: bool = True
     dtype: Any = jnp.float32
 
+    # Whether it compares tokens by scores, in which a position encoding can act; `position` then builds that.
+    softmax: ClassVar[bool] = False
+    # Whether it reads another sequence, the context's memory, and so is no sequence mixer on its own.
+    reads_memory: ClassVar[bool] = False
     # How memory and work grow with the length: 1 linearly, 2 quadratically.
     cost: ClassVar[int] = 1
     # Last component of a parameter's path -> optimizer group (see train/optim.py); what is not named is decayed.

@@ -157,7 +157,7 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path):
         ("experiments.reproduce", "quickstrat"): "closest: quickstart",
         ("experiments.report", f"--dir={tmp_path / 'empty'}"): "no rows to report on",
         ("experiments.bench", "lop"): "closest: loop",
-        ("experiments.list", "all"): "unexpected argument 'all'",
+        ("experiments.list", "mambo"): "unknown name 'mambo'; choose from",
     }
     for case in cases:
         code, printed, told = call(*case)
@@ -198,6 +198,14 @@ def test_dry_run_prints_commands_that_a_shell_takes_and_makes_nothing(tmp_path):
         "--config.steps=5", "--config.model.mixers=('mamba', 'attention')", "--config.seed=0",
     ]  # fmt: skip
     assert not out.exists()
+
+
+def test_list_prints_the_settings_of_what_is_named():
+    code, printed, _ = call("experiments.list", "mamba", "rope", "mqar")
+    assert code == 0
+    assert "mixer mamba (model.mamba)" in printed and "architecture mamba (arch=mamba)" in printed
+    assert "  state           16; a whole number from 1 to " in printed
+    assert "  layout            'half'; half, interleaved\n" in printed and "task mqar (data.mqar)" in printed
 
 
 def test_list_names_everything():

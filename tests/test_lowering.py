@@ -55,7 +55,7 @@ def mixer_step(mixer, mesh, packed=False):
 def test_every_mixer_lowers(name, chip):
     """In float32 on 4 devices that share rows and channels; in bfloat16, packed, on 256 that share the length too."""
     cls = MIXERS[name]
-    settings = SETTINGS.get(name, {}) | ({"position": POSITIONS["rope"]} if hasattr(cls, "softmax") else {})
+    settings = SETTINGS.get(name, {}) | ({"position": POSITIONS["rope"]} if cls.softmax else {})
     few = mixer_step(cls(width=WIDTH, **settings), mesh_of(chip, data=2, tensor=2))
     many = mesh_of(chip, data=4, fsdp=4, tensor=4, sequence=4)
     mixer_step(cls(width=WIDTH, dtype=jnp.bfloat16, **settings), many, packed=True)

@@ -180,7 +180,7 @@ STACKS = [(("attention",), 3), (("s4d", "attention"), 5), (("attention", "s4d", 
 
 
 def softmax(mixer: str) -> bool:
-    return hasattr(MIXERS[mixer], "softmax")
+    return MIXERS[mixer].softmax
 
 
 @pytest.mark.parametrize(("mixers", "layers"), STACKS)

@@ -42,7 +42,7 @@ VARIANTS = {
 }
 REFERENCE = {"attention": "reference", "mla": "reference"}
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
-ALONE = [name for name, cls in MIXERS.items() if not hasattr(cls, "reads_memory")]
+ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
 # Every mixer once, and every position once more.
 PAIRS = [(name, "none") for name in ALONE] + [("attention", name) for name in POSITIONS if name != "none"]
 INSIDE = [name for name, position in POSITIONS.items() if position.needs_attention]
@@ -59,7 +59,7 @@ def matrix() -> list:
         named(name, settings, position)
         for name in ALONE
         for settings in [{}, *VARIANTS.get(name, [])]
-        for position in ["none", *(INSIDE if hasattr(MIXERS[name], "softmax") else [])]
+        for position in ["none", *(INSIDE if MIXERS[name].softmax else [])]
     ]
 
 
@@ -86,7 +86,7 @@ def refused(case) -> str | None:
 
 def make(case, **options) -> Mixer:
     name, settings, position = case
-    place = {"position": POSITIONS[position]} if hasattr(MIXERS[name], "softmax") else {}
+    place = {"position": POSITIONS[position]} if MIXERS[name].softmax else {}
     if not hasattr(MIXERS[name], "implementation"):  # there is but one
         options.pop("implementation", None)
     return MIXERS[name](width=WIDTH, **place, **settings, **options)
@@ -112,7 +112,7 @@ def params(mixer: Mixer):
     """Parameters away from their initial values, so that none is at a point where a bug would not show."""
     # Dtype and implementation change no parameter, direction and position few mixers': most share what is made here.
     plain = mixer.clone(dtype=jnp.float32, **({"implementation": None} if hasattr(mixer, "implementation") else {}))
-    for change in [{"causal": True}, *([{"position": POSITIONS["none"]}] if hasattr(mixer, "softmax") else [])]:
+    for change in [{"causal": True}, *([{"position": POSITIONS["none"]}] if mixer.softmax else [])]:
         simpler = plain.clone(**change)
         plain = simpler if shapes(simpler) == shapes(plain) else plain
     return moved(plain)

@@ -27,8 +27,10 @@ class Block(nn.Module):
 
     sublayers: SubLayers
     norm: str = "rmsnorm"
+    norm_eps: float = 1e-5
     norm_order: str = "pre"
     residual: bool = True
+    branch_scale: float = 1.0  # of what a branch adds
     parallel: bool = False
     dropout: float = 0.0
     dtype: Any = jnp.float32
@@ -59,11 +61,13 @@ class Block(nn.Module):
         if "inside" in order:
             y = self.normed(y, f"{name}_out_norm")
         y = nn.Dropout(self.dropout, name=f"{name}_norm_dropout")(y, deterministic=not ctx.train)
+        if self.branch_scale != 1:
+            y = y * jnp.asarray(self.branch_scale, y.dtype)
         y = x + y if self.residual else y
         return self.normed(y, f"{name}_norm") if "after" in order else y
 
     def normed(self, x: jax.Array, name: str) -> jax.Array:
-        return norm(self.norm, self.dtype, name)(x)
+        return norm(self.norm, self.dtype, name, self.norm_eps)(x)
 
     def parts(self) -> dict[str, Mixer]:
         """The sub-layers, unbound: good for questions that need no parameters."""

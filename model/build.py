@@ -95,11 +95,13 @@ def stack(c: Mapping[str, Any], vocab_size: int, n_classes: int, tail: int) -> S
         dropout=c["dropout"],
         dtype=dtype,
     )
+    shared = dict(norm=c["norm"] if c["final_norm"] else "none", norm_eps=c["norm_eps"], dtype=dtype)
     if n_classes:
-        head = partial(ClassHead, n_classes=n_classes, norm=c["norm"], pool=c["pool"], dtype=dtype)
+        head = partial(ClassHead, **shared, n_classes=n_classes, pool=c["pool"])
     else:
-        head = partial(TokenHead, vocab_size=vocab_size, norm=c["norm"], tied=c["tied"], dtype=dtype)
-    return SequenceModel(vocab_size=vocab_size, width=c["width"], backbone=backbone, head=head, dtype=dtype)
+        logits = dict(tied=c["tied"], scale=c["logit_scale"], soft_cap=c["logit_cap"])
+        head = partial(TokenHead, **shared, **logits, vocab_size=vocab_size)
+    return SequenceModel(vocab_size, c["width"], backbone, head, c["embed_scale"], dtype)
 
 
 def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
@@ -122,8 +124,10 @@ def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
         Block,
         sublayers=tuple(sublayers),
         norm=c["norm"],
+        norm_eps=c["norm_eps"],
         norm_order=c["norm_order"],
         residual=c["residual"],
+        branch_scale=c["branch_scale"],
         parallel=c["parallel"],
         dropout=c["dropout"],
         dtype=DTYPES[c["dtype"]],

@@ -15,7 +15,10 @@ class TokenHead(nn.Module):
 
     vocab_size: int
     norm: str = "rmsnorm"
+    norm_eps: float = 1e-5
     tied: bool = True  # to the embedding
+    scale: float = 1.0  # of the logits
+    soft_cap: float = 0.0  # keeps logits within this by a tanh; 0: off
     dtype: Any = jnp.float32
 
     n_classes: ClassVar[int] = 0  # it is no classifier
@@ -25,10 +28,14 @@ class TokenHead(nn.Module):
         """`[B, L, V]`, or `[B, Q, V]` at the positions `at`; x: [B, L, D]."""
         if at is not None:  # before the unembedding, which costs V per position
             x = jnp.take_along_axis(x, at[..., None], axis=1)
-        x = norm(self.norm, self.dtype, "norm")(x)
+        if self.norm != "none":
+            x = norm(self.norm, self.dtype, "norm", self.norm_eps)(x)
         if self.tied:
-            return embed.attend(x)
-        return dense(self.vocab_size, ("embed", "vocab"), self.dtype, "unembed", out=wide(self.dtype))(x)
+            logits = embed.attend(x)
+        else:
+            logits = dense(self.vocab_size, ("embed", "vocab"), self.dtype, "unembed", out=wide(self.dtype))(x)
+        logits = logits if self.scale == 1 else self.scale * logits
+        return self.soft_cap * jnp.tanh(logits / self.soft_cap) if self.soft_cap else logits
 
 
 class ClassHead(nn.Module):
@@ -36,13 +43,16 @@ class ClassHead(nn.Module):
 
     n_classes: int
     norm: str = "rmsnorm"
+    norm_eps: float = 1e-5
     pool: str = "mean"
     dtype: Any = jnp.float32
 
     @nn.compact
     def __call__(self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed) -> jax.Array:
         """`[B, C]`; x: [B, L, D]."""
-        x = norm(self.norm, self.dtype, "norm")(pooled(x, segments, self.pool))
+        x = pooled(x, segments, self.pool)
+        if self.norm != "none":
+            x = norm(self.norm, self.dtype, "norm", self.norm_eps)(x)
         return dense(self.n_classes, ("embed", None), self.dtype, "classes", bias=True, out=wide(self.dtype))(x)
 
 

@@ -20,6 +20,7 @@ class SequenceModel(nn.Module):
     width: int
     backbone: Callable[..., Backbone]
     head: Callable[..., Head]
+    embed_scale: float = 1.0  # of the embeddings
     dtype: Any = jnp.float32
 
     shortest_prompt: ClassVar[int] = 1  # tokens from which it can go on
@@ -40,7 +41,10 @@ class SequenceModel(nn.Module):
         backbone, head = self.backbone(name="backbone"), self.head(name="head")
         for part in (backbone, head):  # of one backbone and one head, parameters need no names before their own
             nn.share_scope(self, part)
-        x, state = backbone(embed(tokens), segments, state, memory, memory_segments, train)
+        x = embed(tokens)
+        if self.embed_scale != 1:
+            x = x * jnp.asarray(self.embed_scale, x.dtype)
+        x, state = backbone(x, segments, state, memory, memory_segments, train)
         return head(x, segments, at, embed), state
 
     def bare(self) -> Backbone:

@@ -156,6 +156,8 @@ def test_looped_unrolled_and_rematerialised_agree(mixers, layers):
 
 CHOICES = [{"norm_order": order} for order in NORM_ORDERS] + [{"mlp": mlp} for mlp in MLPS if mlp != "swiglu"]
 CHOICES += [{"parallel": True}, {"residual": False}]
+SCALARS = {"norm_eps": 0.1, "final_norm": False, "embed_scale": 4.0, "branch_scale": 0.5, "logit_scale": 0.5}
+CHOICES += [{key: value} for key, value in SCALARS.items()]
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
@@ -184,6 +186,28 @@ def test_block_choices(choice):
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1)[real], whole[real], atol=2e-5)
     np.testing.assert_allclose(whole[0, 8:], run(model, variables, TOKENS[:1, 8:])[0][0], atol=2e-5)  # document 2
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(model.init_state(1, 12)["stack"])) == model.state_bytes(12)
+
+
+@pytest.mark.quick
+def test_what_scalars_do():
+    """Each against the same parameters without it."""
+    plain = build.build(model_config(), 20)
+    variables = init(plain, TOKENS)
+    before, _ = run(plain, variables, TOKENS)
+
+    def changed(**changes):
+        return run(build.build(model_config(**changes), 20), variables, TOKENS)[0]
+
+    np.testing.assert_allclose(changed(logit_scale=0.5), 0.5 * before, rtol=1e-6)
+    np.testing.assert_allclose(changed(logit_cap=0.1), 0.1 * np.tanh(before / 0.1), atol=1e-6)
+    embedding = variables["params"]["embed"]["embedding"]
+    larger = {"params": variables["params"] | {"embed": {"embedding": 4 * embedding}}}
+    np.testing.assert_allclose(changed(embed_scale=4.0), run(plain, larger, TOKENS)[0] / 4, atol=1e-5)  # tied
+    # Nothing to speak of is added, so the last norm sees the embeddings alone.
+    bare, loud = changed(branch_scale=1e-6, norm_eps=1e-12), changed(embed_scale=1e6, norm_eps=1e-12)
+    np.testing.assert_allclose(bare, loud, atol=1e-4)
+    for choice in ({"final_norm": False}, {"norm_eps": 0.1}):
+        assert not np.allclose(changed(**choice), before, atol=1e-3)
 
 
 @pytest.mark.parametrize("pool", ["mean", "cls", "last"])

@@ -106,11 +106,8 @@ def stack(c: Mapping[str, Any], vocab_size: int, n_classes: int, tail: int) -> S
 
 def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
     """A layer with the mixer of that name, or what the user calls so."""
-    shared, given, one = (
-        dict(width=c["width"], causal=c["causal"], dtype=DTYPES[c["dtype"]]),
-        c.get(name, {}),
-        entry(c, name),
-    )
+    shared = dict(width=c["width"], causal=c["causal"], dtype=DTYPES[c["dtype"]])
+    given, one = c.get(name, {}), entry(c, name)
     cls = MIXERS[one.mixer]
     settings = {key: given[key] for key in section(cls, without=Mixer) if key in given}
     if cls.softmax:

@@ -19,7 +19,7 @@ test: $(VENV)/ready-dev
 # What takes many processes, devices that are not here, or hundreds of tries: hosts, meshes, kills, damaged files, wrong
 # commands, and training that covers the zoo.
 scale: $(VENV)/ready-dev
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m scale $(TESTS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/parity -m scale $(TESTS)
 
 # The same weights in torch and transformers give the same outputs and gradients.
 parity: $(VENV)/ready-parity

@@ -25,6 +25,8 @@ class MLP(Mixer):
     gated: bool = False  # GLU variants (https://arxiv.org/abs/2002.05202)
     bias: bool = True
 
+    last: ClassVar[str] = "down"
+
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
         h = self.activation(dense(self.hidden, ("embed", "mlp"), self.dtype, "up", bias=self.bias)(x))
@@ -44,6 +46,7 @@ class ChannelMix(Mixer):
 
     hidden: Dim = 1
 
+    last: ClassVar[str] = "v"
     groups: ClassVar[dict[str, str]] = {"mix_k": "no_decay", "mix_r": "no_decay"}
 
     @nn.compact
@@ -93,8 +96,8 @@ MLPS: dict[str, Callable[..., Mixer] | None] = {
 }
 
 
-def mlp_width(kind: str, width: int, given: int) -> int:
-    """The hidden width: as given, else 4 D, or for gated MLPs 8/3 D (equal parameters) rounded up to 32."""
+def mlp_width(kind: str, width: int, given: int, multiple: int = 32) -> int:
+    """The hidden width: as given, else 4 D, or for gated MLPs 8/3 D (equal parameters) rounded up to a multiple."""
     if given:
         return given
-    return -(-8 * width // (3 * 32)) * 32 if kind in ("geglu", "swiglu") else 4 * width
+    return -(-8 * width // (3 * multiple)) * multiple if kind in ("geglu", "swiglu") else 4 * width

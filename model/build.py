@@ -7,6 +7,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 
 from model.asked import Asked
@@ -25,7 +26,7 @@ from model.stack import Stack
 
 Model = SequenceModel | Seq2Seq
 
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float64": jnp.float64}
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16, "float64": jnp.float64}
 
 
 INSIDE = [name for name, position in POSITIONS.items() if position.needs_attention]
@@ -78,7 +79,7 @@ def build(config: Mapping[str, Any], asked: Asked) -> Model:
 def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
     """Layers of mixers. Wherever a task asks, they answer."""
     check(c, asked)
-    dtype = DTYPES[c["dtype"]]
+    dtype = dtype_of(c)
     layers = partial(
         Stack,
         blocks=tuple(block(c, name) for name in c["mixers"]),
@@ -109,7 +110,7 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
 
 def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
     """A layer with the mixer of that name, or what the user calls so."""
-    shared = dict(width=c["width"], causal=c["causal"], dtype=DTYPES[c["dtype"]])
+    shared = dict(width=c["width"], causal=c["causal"], dtype=dtype_of(c))
     given, one = c.get(name, {}), entry(c, name)
     cls = MIXERS[one.mixer]
     settings = {key: given[key] for key in section(cls, without=Mixer) if key in given}
@@ -132,8 +133,15 @@ def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
         init_scale=(c["layers"] * len(sublayers)) ** -0.5 if c["depth_init"] else 1.0,
         parallel=c["parallel"],
         dropout=c["dropout"],
-        dtype=DTYPES[c["dtype"]],
+        dtype=dtype_of(c),
     )
+
+
+def dtype_of(c: Mapping[str, Any]) -> Any:
+    """Of activations; JAX would take float32 for a float64 that it was not told to allow."""
+    if c["dtype"] == "float64" and not jax.config.jax_enable_x64:
+        raise UserError("model.dtype 'float64' needs JAX_ENABLE_X64=1 in the environment; closest: float32")
+    return DTYPES[c["dtype"]]
 
 
 def position_of(c: Mapping[str, Any], name: str) -> Callable[..., Position]:
@@ -157,7 +165,7 @@ def seq2seq(c: Mapping[str, Any], asked: Asked) -> Seq2Seq:
     if c["width"] < 2:
         raise UserError(f"model.width {c['width']} must be at least 2: one for each direction of the reader")
     # Half for each direction, so that an annotation, which holds both, has the width of a stack's vectors.
-    return Seq2Seq(asked.vocab_size, c["width"] // 2, asked.tail, c["dropout"], DTYPES[c["dtype"]])
+    return Seq2Seq(asked.vocab_size, c["width"] // 2, asked.tail, c["dropout"], dtype_of(c))
 
 
 KINDS = {"stack": stack, "seq2seq": seq2seq}

@@ -262,6 +262,25 @@ def test_narrow_dtypes_keep_parameters_and_logits_wide(dtype, tolerance):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("mixers", [("attention",), ("local", "mamba")])
+def test_ragged_generation_where_integers_are_wide(mixers):
+    """Prompts of two lengths, then a token more, with 64 bits allowed: the state stays what it was opened as."""
+    named = {"local": dict(mixer="attention", position="rope", window=3)}
+    config = base.get_config().model.to_dict() | dict(width=16, mixers=mixers, **named)
+    model = build.build(config | build.sections(mixers, "none", named), Asked(20))
+    variables, segments = init(model, TOKENS), jnp.asarray([[1] * 6, [1] * 4 + [0] * 2], jnp.int32)
+    with jax.enable_x64(True):
+        state = opened = model.init_state(2, 12)
+        prompt, state = run(model, variables, TOKENS[:, :6], segments=segments, state=state)
+        assert jax.tree.map(jnp.result_type, state) == jax.tree.map(jnp.result_type, opened)
+        more, _ = run(model, variables, TOKENS[:, 6:7], state=state)
+    whole, _ = run(model, variables, TOKENS[:1, :7])
+    np.testing.assert_allclose(jnp.concatenate([prompt[0], more[0]]), whole[0], atol=2e-5)
+    short, _ = run(model, variables, jnp.concatenate([TOKENS[1:, :4], TOKENS[1:, 6:7]], axis=1))
+    np.testing.assert_allclose(more[1, 0], short[0, -1], atol=2e-5)
+
+
+@pytest.mark.quick
 def test_float64_is_float64():
     """Where it is allowed; without it JAX would compute float32 and say nothing."""
     with jax.enable_x64(True):

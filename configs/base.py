@@ -19,7 +19,7 @@ from model.block import NORM_ORDERS
 from model.build import DTYPES, KINDS
 from model.layers import NORMS
 from model.mixers import MIXERS
-from model.mlp import MLPS
+from model.mlps import MLPS
 from model.positions import POSITIONS
 from model.settings import (
     Count,

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
@@ -16,7 +16,9 @@ from model.contract import Mixer
 from model.errors import UserError, choose
 from model.heads import ClassHead, TokenHead
 from model.mixers import MIXERS
-from model.mlp import MLPS, mlp_width
+from model.mlps import MLPS, mlp_width
+from model.mlps.experts import Experts
+from model.mlps.mlp import MLP
 from model.positions import POSITIONS, Position
 from model.seq2seq import Seq2Seq
 from model.sequence import SequenceModel
@@ -37,11 +39,14 @@ class Entry:
 
     mixer: Literal[*MIXERS] = "attention"
     position: Literal["none", *INSIDE] | None = None  # acts inside this mixer alone; None: `model.position` does
+    mlp: Literal[*MLPS] | None = None  # behind this mixer; None: `model.mlp`
 
 
 def entry(c: Mapping[str, Any], name: str) -> Entry:
     given = c.get(name, {})
-    return Entry(given["mixer"], given["position"]) if "mixer" in given else Entry(name)
+    if "mixer" not in given:
+        return Entry(name)
+    return Entry(**{field.name: given.get(field.name) for field in fields(Entry)})
 
 
 def declared(mixers: tuple[str, ...], position: str, given: Mapping[str, Any] = MappingProxyType({})) -> Section:
@@ -52,7 +57,14 @@ def declared(mixers: tuple[str, ...], position: str, given: Mapping[str, Any] = 
         found[name] = section(choose("mixer", one.mixer, MIXERS), without=Mixer)
         if one.mixer != name:
             found[name] = section(Entry) | found[name] | of_position(one.position or "none")
+    if "experts" in mlps(given, mixers):
+        found["experts"] = section(Experts, without=MLP)
     return found | of_position(position)
+
+
+def mlps(c: Mapping[str, Any], mixers: tuple[str, ...]) -> list[str]:
+    """The MLP behind each mixer."""
+    return [entry(c, name).mlp or c.get("mlp", "none") for name in mixers]
 
 
 def of_position(name: str) -> Section:
@@ -114,9 +126,11 @@ def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
         own = one.position is not None
         settings["position"] = position_of(given, one.position) if own else position_of(c, c["position"])
     sublayers = [("mixer", partial(cls, **shared, **settings))]
-    if mlp := MLPS[c["mlp"]]:
-        hidden = mlp_width(c["mlp"], c["width"], c["mlp_width"])
-        sublayers.append(("mlp", partial(mlp, **shared, hidden=hidden)))
+    kind = one.mlp or c["mlp"]
+    if mlp := MLPS[kind]:
+        own = c["experts"] if kind == "experts" else {}
+        hidden = mlp_width(own.get("kind", kind), c["width"], c["mlp_width"])
+        sublayers.append(("mlp", partial(mlp, **shared, hidden=hidden, **own)))
     return partial(
         Block,
         sublayers=tuple(sublayers),
@@ -190,9 +204,9 @@ def group_rules(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     entries = [entry(config, name) for name in config["mixers"]]
     for position in {config["position"]: None} | {one.position or "none": None for one in entries}:
         rules += [(rf"(.*/)?position/{name}", group) for name, group in POSITIONS[position].groups.items()]
-    mlp = MLPS[config["mlp"]]
-    of_mlp = mlp(parent=None, width=1).groups if mlp else {}
-    for i, one in enumerate(entries):
+    for i, (one, kind) in enumerate(zip(entries, mlps(config, config["mixers"]), strict=True)):
+        mlp = MLPS[kind]
+        of_mlp = mlp(parent=None, width=1).groups if mlp else {}
         for part, groups in (("mixer", MIXERS[one.mixer].groups), ("mlp", of_mlp)):
             for name, group in groups.items():
                 rules.append((rf"stack/(layers|rest)/block_{i}/{part}/{re.escape(name)}", group))

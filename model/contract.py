@@ -23,6 +23,10 @@ from model.settings import Dim, check_fields
 
 State = Any  # a pytree of arrays, or None
 
+# Collections that modules sow into, dropped unless the caller asks for one by `mutable`: what they attend to, losses
+# that the training step adds to the objective's, and numbers for the log.
+SOWN = ("maps", "losses", "reports")
+
 
 @struct.dataclass
 class Context:

@@ -20,7 +20,7 @@ from model.mixers import MIXERS
 from model.positions import POSITIONS
 from train.config_file import place, read
 
-CHOICES = ("model.mixers", "model.position", "data.task")
+CHOICES = ("model.mixers", "model.position", "model.mlp", "data.task")
 
 Declared = dict[str, dataclasses.Field]  # by dotted key
 
@@ -100,7 +100,7 @@ def complete(config: ConfigDict) -> None:
 def unused_section(key: str, config: ConfigDict, given: Mapping[str, Any]) -> bool:
     """Whether a config file's key belongs to a mixer, position or task that was not chosen in the end."""
     room, name, *rest = (*key.split("."), "")
-    tables = {"model": {**MIXERS, **POSITIONS}, "data": data.TASKS}
+    tables = {"model": {*MIXERS, *POSITIONS, "experts"}, "data": data.TASKS}
     own = f"model.{name}.mixer" in given
     if name in tables.get(room, {}) or own:
         return name not in config[room] or (own and rest[0] in POSITIONS and rest[0] not in config[room][name])

@@ -128,7 +128,7 @@ def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
     sublayers = [("mixer", partial(cls, **shared, **settings))]
     kind = one.mlp or c["mlp"]
     if mlp := MLPS[kind]:
-        own = c["experts"] if kind == "experts" else {}
+        own = c.get(kind, {}) if kind == "experts" else {}
         hidden = mlp_width(own.get("kind", kind), c["width"], c["mlp_width"])
         sublayers.append(("mlp", partial(mlp, **shared, hidden=hidden, **own)))
     return partial(

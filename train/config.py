@@ -128,7 +128,8 @@ def put(config: ConfigDict, known: Declared, key: str, value: Any, file: str = "
     *rooms, leaf = key.split(".")
     for name in rooms:
         config = config[name]
-    config[leaf] = settings.fit(field.type, value)
+    with config.ignore_type():  # which would hold a setting to the type of its default
+        config[leaf] = settings.fit(field.type, value)
 
 
 def siblings(key: str, known: Iterable[str]) -> str:

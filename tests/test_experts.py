@@ -5,11 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from model import build
+from model.asked import Asked
 from model.contract import Context
 from model.errors import UserError
 from model.mlps.experts import Experts, arrival
 from model.mlps.mlp import FORMS
 from model.ops.grouped import LAYOUTS, bounded_layout, grouped, moved
+from train import config as configs
 
 B, L, D, F, X = 2, 9, 8, 12, 4
 SEGMENTS = jnp.asarray([[1] * 9, [1, 1, 0, 1, 1, 2, 2, 0, 0]])
@@ -155,6 +158,32 @@ def test_work_grows_with_the_experts_a_token_goes_through_not_with_those_there_a
 
     assert flops(16, 2) < 1.3 * flops(4, 2)
     assert flops(16, 4) > 1.7 * flops(16, 2)
+
+
+def test_a_model_of_experts_generates_what_it_would_answer():
+    """A capacity is for training alone, so a token does not hang on how many come with it."""
+    config = configs.load("configs/debug.py", [("model.mlp", "experts"), ("model.experts.capacity", "0.5")])
+    model = build.build(config.model.to_dict(), Asked(20))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 20, (2, 10)))
+    variables = model.init(jax.random.key(0), tokens)
+    whole, _ = model.apply(variables, tokens)
+    state, parts = model.init_state(2, 10), []
+    for piece in (tokens[:, :6], tokens[:, 6:7], tokens[:, 7:]):
+        logits, state = model.apply(variables, piece, state=state)
+        parts.append(logits)
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", LAYOUTS)
+def test_gradients_in_bfloat16_are_summed_wide(implementation):
+    _, variables, x = made()
+    mixer = Experts(D, hidden=F, n_experts=X, dtype=jnp.bfloat16, implementation=implementation)
+    grads = jax.grad(lambda v: mixer.apply(v, x.astype(jnp.bfloat16), Context())[0].astype(jnp.float32).sum())(
+        variables
+    )
+    for name, leaf in grads["params"].items():
+        leaf = jax.tree.leaves(leaf)[0]
+        assert leaf.dtype == jnp.float32 and (leaf.astype(jnp.bfloat16) != leaf).any(), name
 
 
 def test_jitter_is_drawn_in_training_alone():

@@ -18,7 +18,7 @@ from model.heads import ClassHead, TokenHead
 from model.mixers import MIXERS
 from model.mlps import MLPS, mlp_width
 from model.mlps.experts import Experts
-from model.mlps.mlp import MLP
+from model.mlps.mlp import FORMS, MLP
 from model.positions import POSITIONS, Position
 from model.seq2seq import Seq2Seq
 from model.sequence import SequenceModel
@@ -104,6 +104,9 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
         stack=layers,
         position=position_of(c, c["position"]),
         cls=bool(asked.n_classes) and c["pool"] == "cls",
+        norm=c["norm"],
+        norm_eps=c["norm_eps"],
+        embed_norm=c["embed_norm"],
         dropout=c["dropout"],
         dtype=dtype,
     )
@@ -111,7 +114,7 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
     if asked.n_classes:
         head = partial(ClassHead, **shared, n_classes=asked.n_classes, pool=c["pool"])
     else:
-        logits = dict(tied=c["tied"], scale=c["logit_scale"], soft_cap=c["logit_cap"])
+        logits = dict(tied=c["tied"], bias=c["unembed_bias"], scale=c["logit_scale"], soft_cap=c["logit_cap"])
         head = partial(TokenHead, **shared, **logits, vocab_size=asked.vocab_size)
     return SequenceModel(asked.vocab_size, c["width"], backbone, head, c["embed_scale"], dtype)
 
@@ -129,8 +132,9 @@ def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
     kind = one.mlp or c["mlp"]
     if mlp := MLPS[kind]:
         own = c.get(kind, {}) if kind == "experts" else {}
-        hidden = mlp_width(own.get("kind", kind), c["width"], c["mlp_width"])
-        sublayers.append(("mlp", partial(mlp, **shared, hidden=hidden, **own)))
+        hidden = mlp_width(own.get("kind", kind), c["width"], c["mlp_width"], c["mlp_multiple"])
+        bias = {} if c["mlp_bias"] is None else dict(bias=c["mlp_bias"])
+        sublayers.append(("mlp", partial(mlp, **shared, hidden=hidden, **own, **bias)))
     return partial(
         Block,
         sublayers=tuple(sublayers),
@@ -139,6 +143,7 @@ def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
         norm_order=c["norm_order"],
         residual=c["residual"],
         branch_scale=c["branch_scale"],
+        init_scale=(c["layers"] * len(sublayers)) ** -0.5 if c["depth_init"] else 1.0,
         parallel=c["parallel"],
         dropout=c["dropout"],
         dtype=DTYPES[c["dtype"]],
@@ -183,6 +188,11 @@ def check(c: Mapping[str, Any], asked: Asked) -> None:
                 f"model.{name}.position is {entry(c, name).position!r}, and {entry(c, name).mixer} has no scores for "
                 "it to act on; allowed: None"
             )
+    without = [kind for kind in mlps(c, c["mixers"]) if kind not in FORMS]
+    if c["mlp_bias"] is not None and without:
+        raise UserError(
+            f"model.mlp_bias is {c['mlp_bias']}, and mlp {without[0]!r} has no biases to choose; allowed: None"
+        )
     position = choose("position", c["position"], POSITIONS)
     if position.needs_attention and not any(m.softmax for m in mixers):
         free = ", ".join(name for name, p in POSITIONS.items() if not p.needs_attention)
@@ -195,7 +205,7 @@ def check(c: Mapping[str, Any], asked: Asked) -> None:
 
 
 # Parameters outside the mixers: norms, biases and embeddings are not decayed.
-SHARED_GROUPS = {"scale": "no_decay", "bias": "no_decay", "embedding": "no_decay", "cls": "no_decay"}
+SHARED_GROUPS = dict.fromkeys(("scale", "bias", "embedding", "cls", "unembed_bias"), "no_decay")
 
 
 def group_rules(config: Mapping[str, Any]) -> list[tuple[str, str]]:

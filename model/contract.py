@@ -55,6 +55,8 @@ class Mixer(nn.Module):
     softmax: ClassVar[bool] = False
     # Whether it reads another sequence, the context's memory, and so is no sequence mixer on its own.
     reads_memory: ClassVar[bool] = False
+    # The parameters of the linear map that comes last, behind which is only the residual stream.
+    last: ClassVar[str] = "out"
     # How memory and work grow with the length: 1 linearly, 2 quadratically.
     cost: ClassVar[int] = 1
     # Last component of a parameter's path -> optimizer group (see train/optim.py); what is not named is decayed.

@@ -5,7 +5,7 @@ Shape letters besides those of the contract: X experts, F hidden width of each, 
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -42,6 +42,8 @@ class Experts(Mixer):
     balance: NotNegative = 0.01  # weight of the load-balancing loss (https://arxiv.org/abs/2101.03961)
     router_z: NotNegative = 0.001  # weight of the router z-loss (https://arxiv.org/abs/2202.08906)
     implementation: Literal[*LAYOUTS] | None = None  # of the product of each expert with its tokens; None picks
+
+    last: ClassVar[str] = "down"
 
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -20,6 +20,8 @@ class MLP(Mixer):
     activation: Any = nn.gelu
     gated: bool = False  # GLU variants (https://arxiv.org/abs/2002.05202)
     bias: bool = True
+
+    last: ClassVar[str] = "down"
 
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
@@ -54,8 +56,8 @@ FORMS: dict[str, Callable[..., MLP]] = {
 }
 
 
-def mlp_width(kind: str, width: int, given: int) -> int:
-    """The hidden width: as given, else 4 D, or for gated MLPs 8/3 D (equal parameters) rounded up to 32."""
+def mlp_width(kind: str, width: int, given: int, multiple: int = 32) -> int:
+    """The hidden width: as given, else 4 D, or for gated MLPs 8/3 D (equal parameters) rounded up to a multiple."""
     if given:
         return given
-    return -(-8 * width // (3 * 32)) * 32 if kind in ("geglu", "swiglu") else 4 * width
+    return -(-8 * width // (3 * multiple)) * multiple if kind in ("geglu", "swiglu") else 4 * width

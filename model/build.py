@@ -14,7 +14,7 @@ from model.backbone import Backbone
 from model.block import Block
 from model.contract import Mixer
 from model.errors import UserError, choose
-from model.heads import ClassHead, TokenHead
+from model.heads import ClassHead, LabelHead, TokenHead
 from model.mixers import MIXERS
 from model.mlps import MLPS, mlp_width
 from model.mlps.experts import Experts
@@ -91,6 +91,7 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
     """Layers of mixers. Wherever a task asks, they answer."""
     check(c, asked)
     dtype = DTYPES[c["dtype"]]
+    classifies = bool(asked.n_classes) and not asked.labels
     layers = partial(
         Stack,
         blocks=tuple(block(c, name) for name in c["mixers"]),
@@ -103,7 +104,7 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
         width=c["width"],
         stack=layers,
         position=position_of(c, c["position"]),
-        cls=bool(asked.n_classes) and c["pool"] == "cls",
+        cls=classifies and c["pool"] == "cls",
         norm=c["norm"],
         norm_eps=c["norm_eps"],
         embed_norm=c["embed_norm"],
@@ -111,7 +112,9 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
         dtype=dtype,
     )
     shared = dict(norm=c["norm"] if c["final_norm"] else "none", norm_eps=c["norm_eps"], dtype=dtype)
-    if asked.n_classes:
+    if asked.labels:
+        head = partial(LabelHead, **shared, n_classes=asked.n_classes)
+    elif classifies:
         head = partial(ClassHead, **shared, n_classes=asked.n_classes, pool=c["pool"])
     else:
         logits = dict(tied=c["tied"], bias=c["unembed_bias"], scale=c["logit_scale"], soft_cap=c["logit_cap"])
@@ -163,7 +166,8 @@ def seq2seq(c: Mapping[str, Any], asked: Asked) -> Seq2Seq:
             f"{c['position']!r}; closest: arch=seq2seq"
         )
     if not asked.tail:
-        asks = f"for one of {asked.n_classes} classes" if asked.n_classes else "at every token"
+        at_end = asked.n_classes and not asked.labels
+        asks = f"for one of {asked.n_classes} classes" if at_end else "at every token"
         raise UserError(
             f"model.kind 'seq2seq' answers at the end of a row, and this task asks {asks}; allowed: tasks that ask at "
             f"the end, such as selective_copying; closest: arch=gru"
@@ -200,7 +204,7 @@ def check(c: Mapping[str, Any], asked: Asked) -> None:
             f"position {c['position']!r} acts on the scores of attention, and mixers {tuple(c['mixers'])} have none; "
             f"choose from {free}"
         )
-    if asked.n_classes and c["pool"] == "cls" and c["causal"]:
+    if asked.n_classes and not asked.labels and c["pool"] == "cls" and c["causal"]:
         raise UserError("pool 'cls' reads the first position, which sees nothing in a causal model; use mean or last")
 
 

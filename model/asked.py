@@ -10,7 +10,8 @@ class Asked:
     vocab_size: int
     n_classes: int = 0  # 0: it asks for tokens
     tail: int = 0  # tokens of a row from the first one where it may ask to the last; 0: there is no such place
+    source: int = 0  # tokens of a second sequence, which the rows of the first are an answer to; 0: there is none
 
 
 # The parts of a batch that a model is called with, by name, besides its inputs.
-ARGUMENTS = ("segments", "at")
+ARGUMENTS = ("segments", "at", "source", "source_segments")

@@ -44,6 +44,7 @@ class ChannelMix(Mixer):
 
     hidden: Dim = 1
 
+    forward_only: ClassVar[bool] = True
     groups: ClassVar[dict[str, str]] = {"mix_k": "no_decay", "mix_r": "no_decay"}
 
     @nn.compact

@@ -20,7 +20,7 @@ from model.mixers import MIXERS
 from model.positions import POSITIONS
 from train.config_file import place, read
 
-CHOICES = ("model.mixers", "model.position", "data.task")
+CHOICES = ("model.kind", "model.mixers", "model.encoder_mixers", "model.position", "data.task")
 
 Declared = dict[str, dataclasses.Field]  # by dotted key
 
@@ -77,8 +77,9 @@ def declared(config: ConfigDict) -> Declared:
     }
     known = flatten(settings.section(base.Base)) | flatten(chosen)
     if own := own_names(model):
-        known["model.mixers"] = copy.copy(known["model.mixers"])
-        known["model.mixers"].type = tuple[Literal[*MIXERS, *own], ...]
+        for key in ("model.mixers", "model.encoder_mixers"):
+            known[key] = copy.copy(known[key])
+            known[key].type = tuple[Literal[*MIXERS, *own], ...]
     return known
 
 
@@ -89,7 +90,7 @@ def own_names(model: ConfigDict) -> list[str]:
 def complete(config: ConfigDict) -> None:
     """Adds the section that each choice brings, with its defaults."""
     for name in own_names(config.model):
-        if name not in config.model.mixers:
+        if name not in build.used(config.model.mixers, config.model):
             del config.model[name]
     for name, defaults in build.sections(config.model.mixers, config.model.position, config.model).items():
         config.model[name] = defaults

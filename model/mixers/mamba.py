@@ -47,6 +47,7 @@ class Mamba(Mixer):
     dt_max: Positive = 0.1
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the scan; None picks
 
+    forward_only: ClassVar[bool] = True
     groups: ClassVar[dict[str, str]] = {
         "A_log": "ssm",
         "D": "ssm",

@@ -42,12 +42,15 @@ from train.objectives import OBJECTIVES
 
 @dataclass(frozen=True)
 class Model:
-    # stack: layers of mixers. seq2seq: a GRU reads, another writes and looks back; without mixers or positions, it has
-    # of this section the width (half for each direction of the reader), the dropout and the dtype.
+    # stack: layers of mixers. encoder_decoder: layers that read a source both ways, and layers that write its target
+    # and attend to it. seq2seq: a GRU reads, another writes and looks back; without mixers or positions, it has of this
+    # section the width (half for each direction of the reader), the dropout and the dtype.
     kind: Literal[*KINDS] = "stack"
     width: Dim = 64
     layers: Dim = 2
     mixers: tuple[Literal[*MIXERS], ...] = ("attention",)  # cycled over the layers
+    encoder_layers: Literal[0] | Dim = 0  # of an encoder; 0: as many as layers
+    encoder_mixers: tuple[Literal[*MIXERS], ...] = ()  # cycled over those; (): the same as mixers
     position: Literal[*POSITIONS] = "none"
     causal: bool = True
     norm: Literal[*NORMS] = "rmsnorm"

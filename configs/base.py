@@ -26,6 +26,7 @@ from model.settings import (
     Dim,
     Fraction,
     Length,
+    Name,
     NotNegative,
     Positive,
     Seed,
@@ -42,6 +43,7 @@ class Model:
     # stack: layers of mixers. seq2seq: a GRU reads, another writes and looks back; without mixers or positions, it has
     # of this section the width (half for each direction of the reader), the dropout and the dtype.
     kind: Literal[*KINDS] = "stack"
+    vocab_size: Literal[0] | Dim = 0  # 0: the task's; else no less than that
     width: Dim = 64
     layers: Dim = 2
     mixers: tuple[Literal[*MIXERS], ...] = ("attention",)  # cycled over the layers
@@ -68,6 +70,15 @@ class Model:
 
 
 @dataclass(frozen=True)
+class Init:
+    # A run's folder, or one of safetensors with the config.json that transformers reads; "": all parameters are fresh.
+    path: str = ""
+    step: Literal["best", "latest"] | Whole = "latest"  # of a run
+    # Regular expressions of whole parameter paths, as `classes/.*`: what stays fresh here, or is left there.
+    fresh: tuple[Name, ...] = ()
+
+
+@dataclass(frozen=True)
 class Optim:
     lr: NotNegative = 1e-3
     schedule: Literal["constant", "cosine", "rsqrt"] = "cosine"  # each after a linear warm-up
@@ -79,6 +90,7 @@ class Optim:
     eps: Positive = 1e-8
     clip: NotNegative = 1.0  # global norm; 0: off
     accumulate: Count = 1  # micro-batches per step
+    frozen: tuple[Name, ...] = ()  # regular expressions of whole parameter paths that are not trained
     ssm_lr: NotNegative = 1.0  # factor on the learning rate of the parameters a mixer puts in its `ssm` group
 
 
@@ -148,6 +160,7 @@ class Base:
         "resume_safe",
     )
     model: Model = Model()
+    init: Init = Init()
     optim: Optim = Optim()
     mesh: Mesh = Mesh()
     data: Data = Data()

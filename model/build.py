@@ -72,7 +72,13 @@ def sections(
 def build(config: Mapping[str, Any], vocab_size: int, n_classes: int = 0, tail: int = 0) -> Model:
     """The model that a config's model section describes, for what a task has: its vocabulary, classes and tail."""
     kind = choose("model kind", config["kind"], KINDS)
-    return kind(config, vocab_size, n_classes, tail)
+    own = config.get("vocab_size") or vocab_size
+    if own < vocab_size:
+        raise UserError(
+            f"model.vocab_size {own} is less than the task's {vocab_size}; allowed: 0, or from {vocab_size} on; "
+            f"closest: {vocab_size}"
+        )
+    return kind(config, own, n_classes, tail)
 
 
 def stack(c: Mapping[str, Any], vocab_size: int, n_classes: int, tail: int) -> SequenceModel:

@@ -42,10 +42,13 @@ class Run:
         return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(self.abstract.params))
 
 
-def prepare(config: ConfigDict) -> Run:
-    """Builds a run; nothing is compiled yet, and a mistake in the config has been told by the time this returns."""
+def prepare(config: ConfigDict, task: data.Task | None = None) -> Run:
+    """Builds a run; nothing is compiled yet, and a mistake in the config has been told by the time this returns.
+
+    Another task may be given than the config's.
+    """
     configs.check(config)
-    task = data.build(config.data.task, config.data[config.data.task].to_dict())
+    task = task or data.build(config.data.task, config.data[config.data.task].to_dict())
     mesh, rules = sharding.make_mesh(config.mesh), sharding.rules_of(config.mesh)
     sharding.check_batch(mesh, rules, config.batch_size, task.length, config.optim.accumulate)
     for split in ("validation", "test"):

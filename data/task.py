@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from data.rng import Stream
+from model.asked import Asked
 from model.errors import UserError, choose
 from model.settings import check_fields
 
@@ -50,6 +51,11 @@ class Task:
     def tail(self) -> int:
         """Tokens of a row from the first one where any example may ask to the last; 0: there is no such place."""
         return 0
+
+    @property
+    def asked(self) -> Asked:
+        """What a model must know to be built for this task."""
+        return Asked(self.vocab_size, self.n_classes, self.tail)
 
     def sizes(self) -> dict[str, int | None]:
         """Examples per split; None: an endless stream of fresh ones."""

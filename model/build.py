@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from model.asked import Asked
 from model.backbone import Backbone
 from model.block import Block
 from model.contract import Mixer
@@ -69,21 +70,25 @@ def sections(
     return found
 
 
-def build(config: Mapping[str, Any], vocab_size: int, n_classes: int = 0, tail: int = 0) -> Model:
-    """The model that a config's model section describes, for what a task has: its vocabulary, classes and tail."""
-    kind = choose("model kind", config["kind"], KINDS)
-    own = config.get("vocab_size") or vocab_size
-    if own < vocab_size:
+def build(config: Mapping[str, Any], asked: Asked) -> Model:
+    """The model that a config's model section describes, for what a task asks."""
+    return choose("model kind", config["kind"], KINDS)(config, with_vocabulary(config, asked))
+
+
+def with_vocabulary(config: Mapping[str, Any], asked: Asked) -> Asked:
+    """What a task asks of a model that may have more tokens than the task."""
+    own = config.get("vocab_size") or asked.vocab_size
+    if own < asked.vocab_size:
         raise UserError(
-            f"model.vocab_size {own} is less than the task's {vocab_size}; allowed: 0, or from {vocab_size} on; "
-            f"closest: {vocab_size}"
+            f"model.vocab_size {own} is less than the task's {asked.vocab_size}; allowed: 0, or from "
+            f"{asked.vocab_size} on; closest: {asked.vocab_size}"
         )
-    return kind(config, own, n_classes, tail)
+    return replace(asked, vocab_size=own)
 
 
-def stack(c: Mapping[str, Any], vocab_size: int, n_classes: int, tail: int) -> SequenceModel:
+def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
     """Layers of mixers. Wherever a task asks, they answer."""
-    check(c, n_classes)
+    check(c, asked)
     dtype = DTYPES[c["dtype"]]
     layers = partial(
         Stack,
@@ -97,17 +102,17 @@ def stack(c: Mapping[str, Any], vocab_size: int, n_classes: int, tail: int) -> S
         width=c["width"],
         stack=layers,
         position=position_of(c, c["position"]),
-        cls=bool(n_classes) and c["pool"] == "cls",
+        cls=bool(asked.n_classes) and c["pool"] == "cls",
         dropout=c["dropout"],
         dtype=dtype,
     )
     shared = dict(norm=c["norm"] if c["final_norm"] else "none", norm_eps=c["norm_eps"], dtype=dtype)
-    if n_classes:
-        head = partial(ClassHead, **shared, n_classes=n_classes, pool=c["pool"])
+    if asked.n_classes:
+        head = partial(ClassHead, **shared, n_classes=asked.n_classes, pool=c["pool"])
     else:
         logits = dict(tied=c["tied"], scale=c["logit_scale"], soft_cap=c["logit_cap"])
-        head = partial(TokenHead, **shared, **logits, vocab_size=vocab_size)
-    return SequenceModel(vocab_size, c["width"], backbone, head, c["embed_scale"], dtype)
+        head = partial(TokenHead, **shared, **logits, vocab_size=asked.vocab_size)
+    return SequenceModel(asked.vocab_size, c["width"], backbone, head, c["embed_scale"], dtype)
 
 
 def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
@@ -142,15 +147,15 @@ def position_of(c: Mapping[str, Any], name: str) -> Callable[..., Position]:
     return partial(POSITIONS[name], **c.get(name, {}))
 
 
-def seq2seq(c: Mapping[str, Any], vocab_size: int, n_classes: int, tail: int) -> Seq2Seq:
+def seq2seq(c: Mapping[str, Any], asked: Asked) -> Seq2Seq:
     """A reader of what comes before a row's tail, and a writer of the tail."""
     if c["mixers"] or c["position"] != "none":
         raise UserError(
             f"model.kind 'seq2seq' takes no mixers and no position, and was given {tuple(c['mixers'])} and "
             f"{c['position']!r}; closest: arch=seq2seq"
         )
-    if not tail:
-        asks = f"for one of {n_classes} classes" if n_classes else "at every token"
+    if not asked.tail:
+        asks = f"for one of {asked.n_classes} classes" if asked.n_classes else "at every token"
         raise UserError(
             f"model.kind 'seq2seq' answers at the end of a row, and this task asks {asks}; allowed: tasks that ask at "
             f"the end, such as selective_copying; closest: arch=gru"
@@ -158,13 +163,13 @@ def seq2seq(c: Mapping[str, Any], vocab_size: int, n_classes: int, tail: int) ->
     if c["width"] < 2:
         raise UserError(f"model.width {c['width']} must be at least 2: one for each direction of the reader")
     # Half for each direction, so that an annotation, which holds both, has the width of a stack's vectors.
-    return Seq2Seq(vocab_size, c["width"] // 2, tail, c["dropout"], DTYPES[c["dtype"]])
+    return Seq2Seq(asked.vocab_size, c["width"] // 2, asked.tail, c["dropout"], DTYPES[c["dtype"]])
 
 
 KINDS = {"stack": stack, "seq2seq": seq2seq}
 
 
-def check(c: Mapping[str, Any], n_classes: int) -> None:
+def check(c: Mapping[str, Any], asked: Asked) -> None:
     """Refuses what cannot work in a stack, by name."""
     if not c["mixers"]:
         raise UserError(f"model.mixers is empty; choose from {', '.join(sorted(MIXERS))}")
@@ -182,7 +187,7 @@ def check(c: Mapping[str, Any], n_classes: int) -> None:
             f"position {c['position']!r} acts on the scores of attention, and mixers {tuple(c['mixers'])} have none; "
             f"choose from {free}"
         )
-    if n_classes and c["pool"] == "cls" and c["causal"]:
+    if asked.n_classes and c["pool"] == "cls" and c["causal"]:
         raise UserError("pool 'cls' reads the first position, which sees nothing in a causal model; use mean or last")
 
 

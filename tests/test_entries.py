@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from model import build
+from model.asked import Asked
 from model.errors import UserError
 from train import config as configs
 
@@ -32,7 +33,7 @@ def load(*overrides):
 
 
 def model_of(*overrides):
-    return build.build(load(*overrides).model.to_dict(), 20)
+    return build.build(load(*overrides).model.to_dict(), Asked(20))
 
 
 def mixers_of(model):

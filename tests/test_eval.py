@@ -26,6 +26,7 @@ from eval.restore import choose_step, restore
 from eval.sample import Sampling, sample
 from eval.suites import SUITES
 from model import build
+from model.asked import Asked
 from model.errors import UserError
 from model.mixers import MIXERS
 from tests import zoo
@@ -53,7 +54,7 @@ def tiny(mixers: tuple[str, ...], position: str):
     section["layers"] = max(2, len(mixers))
     if position == "learned":
         section["learned"] = {"max_len": L}
-    model = build.build(section, V)
+    model = build.build(section, Asked(V))
     rng = np.random.default_rng(0)
 
     def filled(path, leaf):
@@ -155,14 +156,14 @@ def test_one_token_needs_no_step():
 def test_what_cannot_generate_is_refused_before_anything_is_compiled():
     sections = base.get_config().model.to_dict() | build.sections(("attention",), "learned")
     sections |= {"position": "learned", "learned": {"max_len": L}}
-    model = build.build(sections, V)
+    model = build.build(sections, Asked(V))
     check(model, P, L - P)
     with pytest.raises(UserError, match=f"{L} positions.*closest: {L - P} new"):
         generate(model, None, PROMPTS, L - P + 1, GREEDY, KEY)
     with pytest.raises(UserError, match="classifier"):
-        check(build.build(sections, V, n_classes=3), P, 1)
+        check(build.build(sections, Asked(V, n_classes=3)), P, 1)
     with pytest.raises(UserError, match="bidirectional"):
-        check(build.build(sections | {"causal": False}, V), P, 1)
+        check(build.build(sections | {"causal": False}, Asked(V)), P, 1)
     with pytest.raises(UserError, match="at least 1"):
         check(model, P, 0)
     with pytest.raises(UserError, match="empty"):

@@ -8,6 +8,7 @@ import pytest
 
 from configs import base
 from model import build
+from model.asked import Asked
 from model.block import NORM_ORDERS
 from model.documents import document_positions, open_reading
 from model.errors import UserError
@@ -141,7 +142,9 @@ def test_swiglu_width():
 @pytest.mark.parametrize("mixers,layers", [(("attention",), 3), (("mamba", "attention"), 5), (("s4d", "mamba"), 1)])
 def test_looped_unrolled_and_rematerialised_agree(mixers, layers):
     config = model_config(mixers=mixers, layers=layers)
-    models = [build.build(config | dict(scan=s, remat=r), 20) for s, r in ((True, False), (False, False), (True, True))]
+    models = [
+        build.build(config | dict(scan=s, remat=r), Asked(20)) for s, r in ((True, False), (False, False), (True, True))
+    ]
     variables = [init(m, TOKENS) for m in models]
     for other in variables[1:]:
         jax.tree.map(np.testing.assert_array_equal, other, variables[0])
@@ -164,7 +167,7 @@ CHOICES += [{key: value} for key, value in SCALARS.items()]
 def test_block_choices(choice):
     """Each makes a model that drops out, skips padding, and in pieces gives what it gives whole."""
     config = model_config(norm="layernorm", tied=False, dropout=0.1, **choice)
-    model = build.build(config, 20)
+    model = build.build(config, Asked(20))
     variables = init(model, TOKENS)
     logits, _ = run(model, variables, TOKENS)
     dropped, _ = run(model, variables, TOKENS, train=True, rngs={"dropout": jax.random.key(1)})
@@ -191,12 +194,12 @@ def test_block_choices(choice):
 @pytest.mark.quick
 def test_what_scalars_do():
     """Each against the same parameters without it."""
-    plain = build.build(model_config(), 20)
+    plain = build.build(model_config(), Asked(20))
     variables = init(plain, TOKENS)
     before, _ = run(plain, variables, TOKENS)
 
     def changed(**changes):
-        return run(build.build(model_config(**changes), 20), variables, TOKENS)[0]
+        return run(build.build(model_config(**changes), Asked(20)), variables, TOKENS)[0]
 
     np.testing.assert_allclose(changed(logit_scale=0.5), 0.5 * before, rtol=1e-6)
     np.testing.assert_allclose(changed(logit_cap=0.1), 0.1 * np.tanh(before / 0.1), atol=1e-6)
@@ -212,7 +215,7 @@ def test_what_scalars_do():
 
 @pytest.mark.parametrize("pool", ["mean", "cls", "last"])
 def test_classifier_ignores_padding(pool):
-    model = build.build(model_config(pool=pool, causal=False, position="sinusoidal"), 20, n_classes=3)
+    model = build.build(model_config(pool=pool, causal=False, position="sinusoidal"), Asked(20, n_classes=3))
     segments = jnp.ones((2, 12), jnp.int32)
     variables = init(model, TOKENS, segments=segments)
     alone, _ = run(model, variables, TOKENS, segments=segments)
@@ -224,7 +227,7 @@ def test_classifier_ignores_padding(pool):
 
 @pytest.mark.quick
 def test_logits_only_where_asked():
-    model = build.build(model_config(), 20)
+    model = build.build(model_config(), Asked(20))
     variables = init(model, TOKENS)
     everywhere, _ = run(model, variables, TOKENS)
     at = jnp.asarray([[3, 11], [0, 5]])
@@ -235,7 +238,7 @@ def test_logits_only_where_asked():
 @pytest.mark.parametrize("position", ["sinusoidal", "learned", "rope", "alibi"])
 def test_model_in_pieces(position):
     """The split law for what the model adds: positions that go on where the last call stopped."""
-    model = build.build(model_config(position=position), 20)
+    model = build.build(model_config(position=position), Asked(20))
     variables = init(model, TOKENS)
     whole, _ = run(model, variables, TOKENS)
     state, parts = model.init_state(2, 12), []
@@ -246,11 +249,11 @@ def test_model_in_pieces(position):
 
 
 def test_bf16_keeps_parameters_and_logits_wide():
-    model = build.build(model_config(dtype="bfloat16", mixers=("mamba", "attention", "s4d"), layers=3), 20)
+    model = build.build(model_config(dtype="bfloat16", mixers=("mamba", "attention", "s4d"), layers=3), Asked(20))
     variables = init(model, TOKENS)
     assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
     logits, _ = run(model, variables, TOKENS)
-    exact = build.build(model_config(mixers=("mamba", "attention", "s4d"), layers=3), 20)
+    exact = build.build(model_config(mixers=("mamba", "attention", "s4d"), layers=3), Asked(20))
     wide, _ = run(exact, variables, TOKENS)
     assert logits.dtype == jnp.float32
     assert np.linalg.norm(logits - wide) / np.linalg.norm(wide) < 0.05
@@ -272,12 +275,12 @@ def test_bf16_keeps_parameters_and_logits_wide():
 def test_mistakes_are_named_before_anything_compiles(changes, words):
     classes = 3 if "pool" in changes else 0
     with pytest.raises(UserError, match=words):
-        model = build.build(model_config(**changes), 20, n_classes=classes)
+        model = build.build(model_config(**changes), Asked(20, n_classes=classes))
         jax.eval_shape(model.init, jax.random.key(0), TOKENS)
 
 
 @pytest.mark.quick
 def test_a_length_past_the_learned_table():
-    model = build.build(model_config(position="learned") | {"learned": {"max_len": 8}}, 20)
+    model = build.build(model_config(position="learned") | {"learned": {"max_len": 8}}, Asked(20))
     with pytest.raises(UserError, match="length 12 is past the learned position table of 8"):
         jax.eval_shape(model.init, jax.random.key(0), TOKENS)

@@ -7,6 +7,7 @@ import pytest
 
 from configs import base
 from model import build
+from model.asked import Asked
 from model.mixers.attention import Attention
 from model.ops.attention import attention, attention_weights
 from model.ops.mask import CAUSAL, FULL, window
@@ -129,7 +130,7 @@ def parameters(**model):
     config |= build.sections(config["mixers"], config["position"]) | {
         k: v for k, v in model.items() if k in build.MIXERS
     }
-    made = build.build(config, model.pop("vocab", 32_000))
+    made = build.build(config, Asked(model.pop("vocab", 32_000)))
     shapes = jax.eval_shape(made.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
     return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(shapes))
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from model.asked import ARGUMENTS
 from model.build import Model
 
 Batch = Mapping[str, jax.Array]
@@ -28,8 +29,7 @@ def cross_entropy(attributes: Mapping[str, tuple[str, ...]]) -> Objective:
         logits, _ = model.apply(
             {"params": params},
             batch["inputs"],
-            segments=batch.get("segments"),
-            at=batch.get("at"),
+            **arguments(batch),
             train=rng is not None,
             rngs=None if rng is None else {"dropout": rng},
         )
@@ -44,6 +44,11 @@ def cross_entropy(attributes: Mapping[str, tuple[str, ...]]) -> Objective:
         return sums
 
     return objective
+
+
+def arguments(batch: Batch) -> Batch:
+    """What of a batch a model is called with, besides its inputs."""
+    return {name: batch[name] for name in ARGUMENTS if name in batch}
 
 
 def sliced(attributes: Mapping[str, tuple[str, ...]], batch: Batch, hits: jax.Array) -> Sums:

@@ -84,7 +84,7 @@ def prepare(config: ConfigDict, task: data.Task | None = None) -> Run:
 
 
 def model_for(task: data.Task, config: ConfigDict) -> build.Model:
-    model = build.build(config.model.to_dict(), task.vocab_size, task.n_classes, task.tail)
+    model = build.build(config.model.to_dict(), task.asked)
     if task.next_token and model.sees_ahead:
         raise UserError(
             f"task {task.name!r} asks for the next token, and this model sees it; allowed: model.causal=True and no "

@@ -10,7 +10,7 @@ import optax
 from flax import struct
 
 from model.build import Model
-from train.objective import Batch, Objective, Sums
+from train.objective import Batch, Objective, Sums, arguments
 
 
 @struct.dataclass
@@ -28,7 +28,7 @@ class RunState:
 
 def init_state(model: Model, tx: optax.GradientTransformation, batch: Batch, seed: jax.Array) -> RunState:
     """The state before the first step; parameters still boxed with their logical axis names."""
-    params = model.init(jax.random.key(seed), batch["inputs"], batch.get("segments"))["params"]
+    params = model.init(jax.random.key(seed), batch["inputs"], **arguments(batch))["params"]
     zero = jnp.zeros((), jnp.int32)
     counts = dict(step=zero, data_offset=zero, nonfinite=zero, rollbacks=zero)
     return RunState(seed=jnp.asarray(seed, jnp.uint32), params=params, opt_state=tx.init(params), **counts)

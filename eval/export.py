@@ -5,9 +5,10 @@ from typing import Any
 
 from eval.restore import Restored
 from model.errors import UserError
+from model.paths import by_path
 from model.weights import FAMILIES
-from model.weights.family import Family, difference, spelled_out
-from model.weights.names import by_path, export, links
+from model.weights.family import Family, differences, spelled_out
+from model.weights.names import export, links
 from model.weights.safetensors import write_folder
 from train import config as configs
 
@@ -41,8 +42,7 @@ def expressed(family: Family, c: dict[str, Any], vocab_size: int) -> dict[str, A
         "pad_token_id": None,
     } | family.config(ours)
     theirs = spelled_out(configs.resolve({"model": family.settings(config)}).model.to_dict(), vocab_size)
-    if found := difference(ours, theirs):
-        key, mine, other = found
+    for key, mine, other in differences(ours, theirs):
         raise UserError(f"a {family.model_type} cannot have {key} {mine!r}; allowed: {other!r}")
     return config
 

@@ -9,9 +9,9 @@ import numpy as np
 from data.task import Example, Task
 from eval.restore import Restored
 from model.errors import UserError
+from model.paths import as_tree, by_path
 from model.settings import Dim, Length
 from model.weights.folder import fit, open_weights
-from model.weights.names import as_tree, by_path
 from train import config as configs
 from train.run import prepare
 

@@ -123,7 +123,8 @@ def put(config: ConfigDict, known: Declared, key: str, value: Any, file: str = "
     *rooms, leaf = key.split(".")
     for name in rooms:
         config = config[name]
-    config[leaf] = settings.fit(field.type, value)
+    with config.ignore_type():  # a setting may be a name or a number, whichever its default is
+        config[leaf] = settings.fit(field.type, value)
 
 
 def siblings(key: str, known: Iterable[str]) -> str:

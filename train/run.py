@@ -19,7 +19,7 @@ from model.ops.cudnn_attention import deterministic as deterministic_attention
 from train import config as configs
 from train import hosts, sharding
 from train.objective import cross_entropy
-from train.optim import optimizer, schedule
+from train.optim import holding, optimizer, schedule
 from train.step import RunState, eval_step, init_state, train_step
 
 
@@ -68,7 +68,7 @@ def prepare(config: ConfigDict, task: data.Task | None = None) -> Run:
 
     rate = schedule(config.optim, config.steps)
     objective = cross_entropy(task.attributes)
-    step = train_step(model, objective, tx, rate, config.optim.accumulate)
+    step = train_step(model, holding(objective, config.optim.frozen), tx, rate, config.optim.accumulate)
     replicated = sharding.replicated(mesh)
     return Run(
         config=config,

@@ -1,6 +1,6 @@
 """What a family of models elsewhere is: its `config.json`, our settings that say the same, and its table of names."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,15 +75,16 @@ def spelled_out(c: Mapping[str, Any], vocab_size: int) -> Model:
     return Model(shared, tuple(layers))
 
 
-def difference(this: Model, other: Model) -> tuple[str, Any, Any] | None:
-    """The first setting in which two models are not the same, and what it is in each."""
+def differences(this: Model, other: Model) -> Iterator[tuple[str, Any, Any]]:
+    """Every setting in which two models are not the same, and what it is in each; of layers in the first one."""
     pairs = [("model.", this.shared, other.shared)]
     pairs += [(f"layer {n}'s ", *both) for n, both in enumerate(zip(this.layers, other.layers, strict=False))]
+    told = set()
     for where, a, b in pairs:
         for key in sorted(a.keys() | b.keys()):
-            if a.get(key) != b.get(key):
-                return f"{where}{key}", a.get(key), b.get(key)
-    return None
+            if a.get(key) != b.get(key) and key not in told:
+                told.add(key)
+                yield f"{where}{key}", a.get(key), b.get(key)
 
 
 def need(config: Config, *keys: str) -> tuple[Any, ...]:

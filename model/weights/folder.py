@@ -59,13 +59,15 @@ def fit(weights: Weights, like: Like, layers: int, cycle: int, fresh: Sequence[s
     for link in table:
         asked = link.lay_out(like) if all(path in like for path, _ in link.ours) else None
         for path, _ in link.ours:
-            odd = next(filter(None, (describe(name, tensors, asked) for name in link.theirs)), None)
-            if path not in like and not odd:
-                there[path] = link.theirs[0]
-            elif path not in like:
-                continue
-            elif odd or path not in there:
-                there[path] = odd or here[path]
+            odd = next((name for name in link.theirs if not same(name, tensors, asked)), None)
+            if path not in like:
+                there |= {} if odd else {path: link.theirs[0]}
+            elif odd and odd in tensors:
+                there[path], here[path] = f"{words(tensors[odd].shape)} ({odd})", words(asked[odd])
+            elif odd:
+                there[path] = f"absent (no {odd})"
+            else:
+                there.setdefault(path, here[path])
     known = {name for link in table for name in link.theirs}
     # Some files have the unembedding twice.
     ignored = "|".join([*family.ignored, *([r"lm_head\.weight"] if weights.settings.get("tied") else [])])
@@ -83,13 +85,9 @@ def named(weights: Weights, known: set[str]) -> dict[str, Stored]:
     return {prefix + name if prefix + name in known else name: x for name, x in weights.tensors.items()}
 
 
-def describe(name: str, tensors: Mapping[str, Stored], asked: Mapping[str, tuple[int, ...]] | None) -> str | None:
-    """How a tensor is not what is asked of it; None: it is."""
-    if name not in tensors:
-        return f"absent (no {name})"
-    if asked is not None and tensors[name].shape != asked[name]:
-        return f"{words(tensors[name].shape)} ({name}), not {words(asked[name])},"
-    return None
+def same(name: str, tensors: Mapping[str, Stored], asked: Mapping[str, tuple[int, ...]] | None) -> bool:
+    """Whether a tensor is there, and in the shape that is asked for."""
+    return name in tensors and (asked is None or tensors[name].shape == asked[name])
 
 
 def words(shape: Sequence[int]) -> str:

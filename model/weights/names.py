@@ -8,13 +8,12 @@ under `layer/` are those of a layer, and `{layer}` is its number. In a stack the
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
-from flax.traverse_util import flatten_dict, unflatten_dict
 
-from model.errors import UserError, closest
+from model.errors import UserError
+from model.paths import matching
 from model.weights.safetensors import Made, Stored
 
 Arrays = tuple[np.ndarray, ...]
@@ -179,30 +178,6 @@ def export(params: Mapping[str, jax.Array], table: Sequence[Link]) -> list[Made]
         for link in table
         for k, (name, shape) in enumerate(link.lay_out(shapes).items())
     ]
-
-
-def by_path(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree of parameters, by their paths."""
-    return flatten_dict(tree, sep="/")
-
-
-def as_tree(flat: Mapping[str, Any]) -> dict[str, Any]:
-    return unflatten_dict(flat, sep="/")
-
-
-def matching(patterns: Sequence[str], paths: Sequence[str], key: str) -> set[str]:
-    """The parameters whose whole path matches one of the patterns; each pattern must match something."""
-    found: set[str] = set()
-    for pattern in patterns:
-        try:
-            matched = {path for path in paths if re.fullmatch(pattern, path)}
-        except re.error as error:
-            raise UserError(f"{key} has {pattern!r}, which is no regular expression: {error}") from None
-        if not matched:
-            hint = closest(pattern, paths) or f"; there are {', '.join(sorted(paths)[:3])}, ..."
-            raise UserError(f"{key} has {pattern!r}, which matches the whole path of no parameter{hint}")
-        found |= matched
-    return found
 
 
 def check_fit(

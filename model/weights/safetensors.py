@@ -211,7 +211,7 @@ def write_file(file: Path, tensors: Iterable[Made]) -> None:
     with open(file, "wb") as opened:
         opened.write(len(text).to_bytes(8, "little") + text)
         for one in tensors:
-            numbers = np.ascontiguousarray(one.numbers(), one.dtype)
+            numbers = np.asarray(one.numbers(), one.dtype, order="C")
             if numbers.shape != one.shape:
                 raise ValueError(f"{one.name} was to be {one.shape}, and is {numbers.shape}")
             opened.write(numbers.reshape(-1).view(np.uint8).data)

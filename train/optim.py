@@ -4,7 +4,7 @@ Groups: `decay` (the default), `no_decay`, and `ssm` (no decay, learning rate ti
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -15,8 +15,9 @@ import optax
 from model.build import Model
 from model.errors import UserError
 from model.paths import matching
-from train.objective import Batch, Objective, Sums
+from train.objective import Batch, Sums
 
+Sought = Callable[[Model, Any, Batch, jax.Array | None], Sums]  # what an objective is to a step
 GROUPS = ("decay", "no_decay", "ssm")
 
 
@@ -91,7 +92,7 @@ def trained(params: Any, frozen: Sequence[str]) -> Any:
     return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path) not in held, params, is_leaf=is_box)
 
 
-def holding(objective: Objective, frozen: Sequence[str]) -> Objective:
+def holding(objective: Sought, frozen: Sequence[str]) -> Sought:
     """The same objective, from which frozen parameters get no gradient: it is neither computed nor counted."""
 
     def held(model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> Sums:

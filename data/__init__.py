@@ -7,6 +7,7 @@ from typing import Any
 from data.induction import Induction
 from data.listops import ListOps
 from data.mqar import Mqar
+from data.running_sum import RunningSum
 from data.selective_copying import SelectiveCopying
 from data.task import SPLITS, Task
 from data.text import Text
@@ -17,6 +18,7 @@ TASKS: dict[str, type[Task]] = {
     "selective_copying": SelectiveCopying,
     "induction": Induction,
     "listops": ListOps,
+    "running_sum": RunningSum,
     "text": Text,
 }
 

@@ -28,14 +28,14 @@ class Task:
 
     An example of an "lm" task holds `inputs` int32 [L], `targets` int32 [Q] and `weights` float32 [Q]. `at`
     int32 [Q] names the positions whose hidden states are read; without it Q = L and every position is a
-    target. A "classify" example has scalar `targets` and `weights`. `segments` int32 [L], where given, is 0
-    on padding and 1 on the rest. `attr_<name>` int32 holds bin numbers, in the shape of `targets`. All
-    examples of one task have equal shapes.
+    target. A "label" example is the same, its targets below `n_classes`; a "classify" example has scalar
+    `targets` and `weights`. `segments` int32 [L], where given, is 0 on padding and 1 on the rest. `attr_<name>`
+    int32 holds bin numbers, in the shape of `targets`. All examples of one task have equal shapes.
     """
 
     name: ClassVar[str]
-    kind: ClassVar[str]  # lm, classify
-    n_classes: ClassVar[int] = 0  # classify only
+    kind: ClassVar[str]  # lm, classify, label
+    n_classes: ClassVar[int] = 0  # classify and label only
     next_token: ClassVar[bool] = False  # whether targets are the inputs one token on, to be read by who sees ahead
     block: ClassVar[int] = 1  # examples made together from one random stream, where that is faster
     by_epoch: ClassVar[bool] = False  # whether a finite training set changes from epoch to epoch
@@ -55,7 +55,7 @@ class Task:
     @property
     def asked(self) -> Asked:
         """What a model must know to be built for this task."""
-        return Asked(self.vocab_size, self.n_classes, self.tail)
+        return Asked(self.vocab_size, self.n_classes, self.tail, labels=self.kind == "label")
 
     def sizes(self) -> dict[str, int | None]:
         """Examples per split; None: an endless stream of fresh ones."""

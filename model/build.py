@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
@@ -14,9 +14,11 @@ from model.backbone import Backbone
 from model.block import Block
 from model.contract import Mixer
 from model.errors import UserError, choose
-from model.heads import ClassHead, TokenHead
+from model.heads import ClassHead, LabelHead, TokenHead
 from model.mixers import MIXERS
-from model.mlp import MLPS, mlp_width
+from model.mlps import MLPS, mlp_width
+from model.mlps.experts import Experts
+from model.mlps.mlp import FORMS, MLP
 from model.positions import POSITIONS, Position
 from model.seq2seq import Seq2Seq
 from model.sequence import SequenceModel
@@ -37,11 +39,14 @@ class Entry:
 
     mixer: Literal[*MIXERS] = "attention"
     position: Literal["none", *INSIDE] | None = None  # acts inside this mixer alone; None: `model.position` does
+    mlp: Literal[*MLPS] | None = None  # behind this mixer; None: `model.mlp`
 
 
 def entry(c: Mapping[str, Any], name: str) -> Entry:
     given = c.get(name, {})
-    return Entry(given["mixer"], given["position"]) if "mixer" in given else Entry(name)
+    if "mixer" not in given:
+        return Entry(name)
+    return Entry(**{field.name: given.get(field.name) for field in fields(Entry)})
 
 
 def declared(mixers: tuple[str, ...], position: str, given: Mapping[str, Any] = MappingProxyType({})) -> Section:
@@ -52,7 +57,14 @@ def declared(mixers: tuple[str, ...], position: str, given: Mapping[str, Any] = 
         found[name] = section(choose("mixer", one.mixer, MIXERS), without=Mixer)
         if one.mixer != name:
             found[name] = section(Entry) | found[name] | of_position(one.position or "none")
+    if "experts" in mlps(given, mixers):
+        found["experts"] = section(Experts, without=MLP)
     return found | of_position(position)
+
+
+def mlps(c: Mapping[str, Any], mixers: tuple[str, ...]) -> list[str]:
+    """The MLP behind each mixer."""
+    return [entry(c, name).mlp or c.get("mlp", "none") for name in mixers]
 
 
 def of_position(name: str) -> Section:
@@ -90,6 +102,7 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
     """Layers of mixers. Wherever a task asks, they answer."""
     check(c, asked)
     dtype = DTYPES[c["dtype"]]
+    classifies = bool(asked.n_classes) and not asked.labels
     layers = partial(
         Stack,
         blocks=tuple(block(c, name) for name in c["mixers"]),
@@ -102,15 +115,20 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
         width=c["width"],
         stack=layers,
         position=position_of(c, c["position"]),
-        cls=bool(asked.n_classes) and c["pool"] == "cls",
+        cls=classifies and c["pool"] == "cls",
+        norm=c["norm"],
+        norm_eps=c["norm_eps"],
+        embed_norm=c["embed_norm"],
         dropout=c["dropout"],
         dtype=dtype,
     )
     shared = dict(norm=c["norm"] if c["final_norm"] else "none", norm_eps=c["norm_eps"], dtype=dtype)
-    if asked.n_classes:
+    if asked.labels:
+        head = partial(LabelHead, **shared, n_classes=asked.n_classes)
+    elif classifies:
         head = partial(ClassHead, **shared, n_classes=asked.n_classes, pool=c["pool"])
     else:
-        logits = dict(tied=c["tied"], scale=c["logit_scale"], soft_cap=c["logit_cap"])
+        logits = dict(tied=c["tied"], bias=c["unembed_bias"], scale=c["logit_scale"], soft_cap=c["logit_cap"])
         head = partial(TokenHead, **shared, **logits, vocab_size=asked.vocab_size)
     return SequenceModel(asked.vocab_size, c["width"], backbone, head, c["embed_scale"], dtype)
 
@@ -125,9 +143,12 @@ def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
         own = one.position is not None
         settings["position"] = position_of(given, one.position) if own else position_of(c, c["position"])
     sublayers = [("mixer", partial(cls, **shared, **settings))]
-    if mlp := MLPS[c["mlp"]]:
-        hidden = mlp_width(c["mlp"], c["width"], c["mlp_width"])
-        sublayers.append(("mlp", partial(mlp, **shared, hidden=hidden)))
+    kind = one.mlp or c["mlp"]
+    if mlp := MLPS[kind]:
+        own = c.get(kind, {}) if kind == "experts" else {}
+        hidden = mlp_width(own.get("kind", kind), c["width"], c["mlp_width"], c["mlp_multiple"])
+        bias = {} if c["mlp_bias"] is None else dict(bias=c["mlp_bias"])
+        sublayers.append(("mlp", partial(mlp, **shared, hidden=hidden, **own, **bias)))
     return partial(
         Block,
         sublayers=tuple(sublayers),
@@ -136,6 +157,7 @@ def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
         norm_order=c["norm_order"],
         residual=c["residual"],
         branch_scale=c["branch_scale"],
+        init_scale=(c["layers"] * len(sublayers)) ** -0.5 if c["depth_init"] else 1.0,
         parallel=c["parallel"],
         dropout=c["dropout"],
         dtype=DTYPES[c["dtype"]],
@@ -155,7 +177,8 @@ def seq2seq(c: Mapping[str, Any], asked: Asked) -> Seq2Seq:
             f"{c['position']!r}; closest: arch=seq2seq"
         )
     if not asked.tail:
-        asks = f"for one of {asked.n_classes} classes" if asked.n_classes else "at every token"
+        at_end = asked.n_classes and not asked.labels
+        asks = f"for one of {asked.n_classes} classes" if at_end else "at every token"
         raise UserError(
             f"model.kind 'seq2seq' answers at the end of a row, and this task asks {asks}; allowed: tasks that ask at "
             f"the end, such as selective_copying; closest: arch=gru"
@@ -180,6 +203,11 @@ def check(c: Mapping[str, Any], asked: Asked) -> None:
                 f"model.{name}.position is {entry(c, name).position!r}, and {entry(c, name).mixer} has no scores for "
                 "it to act on; allowed: None"
             )
+    without = [kind for kind in mlps(c, c["mixers"]) if kind not in FORMS]
+    if c["mlp_bias"] is not None and without:
+        raise UserError(
+            f"model.mlp_bias is {c['mlp_bias']}, and mlp {without[0]!r} has no biases to choose; allowed: None"
+        )
     position = choose("position", c["position"], POSITIONS)
     if position.needs_attention and not any(m.softmax for m in mixers):
         free = ", ".join(name for name, p in POSITIONS.items() if not p.needs_attention)
@@ -187,12 +215,12 @@ def check(c: Mapping[str, Any], asked: Asked) -> None:
             f"position {c['position']!r} acts on the scores of attention, and mixers {tuple(c['mixers'])} have none; "
             f"choose from {free}"
         )
-    if asked.n_classes and c["pool"] == "cls" and c["causal"]:
+    if asked.n_classes and not asked.labels and c["pool"] == "cls" and c["causal"]:
         raise UserError("pool 'cls' reads the first position, which sees nothing in a causal model; use mean or last")
 
 
 # Parameters outside the mixers: norms, biases and embeddings are not decayed.
-SHARED_GROUPS = {"scale": "no_decay", "bias": "no_decay", "embedding": "no_decay", "cls": "no_decay"}
+SHARED_GROUPS = dict.fromkeys(("scale", "bias", "embedding", "cls", "unembed_bias"), "no_decay")
 
 
 def group_rules(config: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -201,9 +229,9 @@ def group_rules(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     entries = [entry(config, name) for name in config["mixers"]]
     for position in {config["position"]: None} | {one.position or "none": None for one in entries}:
         rules += [(rf"(.*/)?position/{name}", group) for name, group in POSITIONS[position].groups.items()]
-    mlp = MLPS[config["mlp"]]
-    of_mlp = mlp(parent=None, width=1).groups if mlp else {}
-    for i, one in enumerate(entries):
+    for i, (one, kind) in enumerate(zip(entries, mlps(config, config["mixers"]), strict=True)):
+        mlp = MLPS[kind]
+        of_mlp = mlp(parent=None, width=1).groups if mlp else {}
         for part, groups in (("mixer", MIXERS[one.mixer].groups), ("mlp", of_mlp)):
             for name, group in groups.items():
                 rules.append((rf"stack/(layers|rest)/block_{i}/{part}/{re.escape(name)}", group))

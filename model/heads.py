@@ -17,6 +17,7 @@ class TokenHead(nn.Module):
     norm: str = "rmsnorm"
     norm_eps: float = 1e-5
     tied: bool = True  # to the embedding
+    bias: bool = False  # of the logits
     scale: float = 1.0  # of the logits
     soft_cap: float = 0.0  # keeps logits within this by a tanh; 0: off
     dtype: Any = jnp.float32
@@ -34,6 +35,9 @@ class TokenHead(nn.Module):
             logits = embed.attend(x)
         else:
             logits = dense(self.vocab_size, ("embed", "vocab"), self.dtype, "unembed", out=wide(self.dtype))(x)
+        if self.bias:
+            zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("vocab",))
+            logits = logits + self.param("unembed_bias", zeros, (self.vocab_size,), wide(self.dtype))
         logits = logits if self.scale == 1 else self.scale * logits
         return self.soft_cap * jnp.tanh(logits / self.soft_cap) if self.soft_cap else logits
 
@@ -56,7 +60,25 @@ class ClassHead(nn.Module):
         return dense(self.n_classes, ("embed", None), self.dtype, "classes", bias=True, out=wide(self.dtype))(x)
 
 
-Head = TokenHead | ClassHead
+class LabelHead(nn.Module):
+    """Logits over classes, of each token."""
+
+    n_classes: int
+    norm: str = "rmsnorm"
+    norm_eps: float = 1e-5
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed) -> jax.Array:
+        """`[B, L, C]`, or `[B, Q, C]` at the positions `at`; x: [B, L, D]."""
+        if at is not None:
+            x = jnp.take_along_axis(x, at[..., None], axis=1)
+        if self.norm != "none":
+            x = norm(self.norm, self.dtype, "norm", self.norm_eps)(x)
+        return dense(self.n_classes, ("embed", None), self.dtype, "classes", bias=True, out=wide(self.dtype))(x)
+
+
+Head = TokenHead | ClassHead | LabelHead
 
 
 def pooled(x: jax.Array, segments: jax.Array | None, pool: str) -> jax.Array:

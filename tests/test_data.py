@@ -17,6 +17,7 @@ SECTIONS = {
     "selective_copying": {"length": 40, "n_tokens": 5},
     "induction": {"length": 20},
     "listops": SHORT_LISTOPS | {"n_train": 50, "n_validation": 21, "n_test": 10},
+    "running_sum": {"length": 20, "modulus": 3},
     "text": {"length": 16},
 }
 
@@ -77,6 +78,9 @@ def test_examples_keep_the_contract(task, split):
         at = batch.get("at", batch["inputs"])
         assert at.shape == batch["targets"].shape == batch["weights"].shape
         assert "at" not in batch or 0 <= at.min() <= at.max() < task.length
+    elif task.kind == "label":
+        assert batch["targets"].shape == batch["weights"].shape == batch.get("at", batch["inputs"]).shape
+        assert batch["targets"].max() < task.n_classes
     else:
         assert task.kind == "classify"
         assert batch["targets"].shape == batch["weights"].shape == (B,)

@@ -68,6 +68,7 @@ class Model:
     tied: bool = True  # one matrix embeds and unembeds
     embed_scale: Positive = 1.0  # factor on the embeddings: the root of the width in Gemma
     embed_norm: Literal["none", "before", "after"] = "none"  # adding positions: BLOOM's, BERT's
+    head_map: Literal["none", "relu", "gelu", "exact_gelu"] = "none"  # a linear map and this, then the final norm: BERT
     unembed_bias: bool = False  # added to the logits
     logit_scale: Positive = 1.0  # factor on the logits
     logit_cap: NotNegative = 0.0  # keeps logits within this by a tanh; 0: off

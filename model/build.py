@@ -128,7 +128,13 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
     elif classifies:
         head = partial(ClassHead, **shared, n_classes=asked.n_classes, pool=c["pool"])
     else:
-        logits = dict(tied=c["tied"], bias=c["unembed_bias"], scale=c["logit_scale"], soft_cap=c["logit_cap"])
+        logits = dict(
+            tied=c["tied"],
+            bias=c["unembed_bias"],
+            map_to=c["head_map"],
+            scale=c["logit_scale"],
+            soft_cap=c["logit_cap"],
+        )
         head = partial(TokenHead, **shared, **logits, vocab_size=asked.vocab_size)
     return SequenceModel(asked.vocab_size, c["width"], backbone, head, c["embed_scale"], dtype)
 

@@ -1,9 +1,11 @@
-"""Other people's weights, in and out: safetensors with the names and the `config.json` that transformers reads."""
+"""Other people's weights, in and out: safetensors with the names and the `config.json` that transformers reads.
 
+A family is a file: its `config.json` in our settings and back, and its table of names, which serves both ways.
+"""
+
+from model.weights import bert, gemma3, gpt2, llama, mamba, mamba2, mixtral
 from model.weights.family import Family
-from model.weights.gemma3 import FAMILY as gemma3
-from model.weights.llama import FAMILY as llama
-from model.weights.mamba import FAMILY as mamba
-from model.weights.mamba2 import FAMILY as mamba2
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (llama, gemma3, mamba, mamba2)}
+FAMILIES: dict[str, Family] = {
+    family.FAMILY.model_type: family.FAMILY for family in (llama, gpt2, gemma3, mixtral, bert, mamba, mamba2)
+}

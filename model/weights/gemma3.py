@@ -23,7 +23,7 @@ def settings(config: Config) -> Settings:
     width, layers, heads, hidden = need(
         config, "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"
     )
-    kinds = cycle(layer_kinds(config, layers))
+    kinds, head_dim = cycle(layer_kinds(config, layers)), config.get("head_dim", 256)
     found = {
         "vocab_size": config.get("vocab_size"),
         "width": width,
@@ -44,7 +44,10 @@ def settings(config: Config) -> Settings:
             f"{kind}.position": "rope",
             f"{kind}.n_heads": heads,
             f"{kind}.n_kv_heads": config.get("num_key_value_heads") or heads,
+            f"{kind}.head_dim": head_dim,
+            f"{kind}.scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
             f"{kind}.qk_norm": True,
+            f"{kind}.qk_norm_eps": config.get("rms_norm_eps", 1e-6),
             f"{kind}.window": config.get("sliding_window") if kind == "local" else None,
             **rope.settings(rotary(config, kind), f"{kind}.rope"),
         }
@@ -77,14 +80,15 @@ def rotary(config: Config, kind: str) -> dict[str, Any]:
 
 
 def config(model: Model) -> dict[str, Any]:
-    first = model.layers[0]
     kinds = ["full_attention" if layer.get("window") is None else "sliding_attention" for layer in model.layers]
     found = {
         "hidden_size": model["width"],
         "num_hidden_layers": model["layers"],
-        "num_attention_heads": first.get("n_heads", 1),
-        "num_key_value_heads": first.get("n_kv_heads", 1),
-        "intermediate_size": model["mlp_width"],
+        "num_attention_heads": model.every("n_heads") or 1,
+        "num_key_value_heads": model.every("n_kv_heads") or 1,
+        "head_dim": model.every("head_dim") or 1,
+        "query_pre_attn_scalar": whole((model.every("scale") or 1.0) ** -2),
+        "intermediate_size": model.every("mlp_width") or 1,
         "hidden_activation": "gelu_pytorch_tanh",
         "rms_norm_eps": model["norm_eps"],
         "layer_types": kinds,
@@ -98,6 +102,11 @@ def config(model: Model) -> dict[str, Any]:
     for kind, name in KINDS.items():
         found["rope_parameters"].setdefault(kind, {"rope_type": "default", "rope_theta": BASES[name][1]})
     return found
+
+
+def whole(x: float) -> int | float:
+    """A whole number, where only rounding keeps it from being one."""
+    return round(x) if abs(x - round(x)) < 1e-6 * x else x
 
 
 def rows(s: Settings) -> list[Row]:

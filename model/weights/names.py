@@ -36,19 +36,15 @@ def each(take: Callable[[np.ndarray], np.ndarray], give: Callable[[np.ndarray], 
     return Form(lambda arrays: tuple(map(take, arrays)), lambda arrays: tuple(map(give, arrays)))
 
 
-def side_by_side(*forms: Form) -> Form:
-    """A form for each of several tensors."""
-
-    def both(side: str) -> Callable[[Arrays], Arrays]:
-        return lambda arrays: tuple(getattr(f, side)((x,))[0] for f, x in zip(forms, arrays, strict=True))
-
-    return Form(both("take"), both("give"))
-
-
 def split(*sizes: int, axis: int = 0) -> Form:
     """One fused tensor of theirs, cut into several of ours."""
     cuts = list(np.cumsum(sizes)[:-1])
     return Form(lambda x: tuple(np.split(x[0], cuts, axis)), lambda x: (np.concatenate(x, axis),))
+
+
+def stacked() -> Form:
+    """Several tensors of theirs, as one of ours with an axis more in front."""
+    return Form(lambda arrays: (np.stack(arrays),), lambda arrays: tuple(arrays[0]))
 
 
 def into_heads(heads: int) -> Form:

@@ -19,13 +19,24 @@ LLAMA3 = dict(
     original_max_position_embeddings=16,
 )  # fmt: skip
 
+GEMMA3 = dict(
+    SHARED, **HEADS, head_dim=12, query_pre_attn_scalar=20, sliding_window=5, final_logit_softcapping=3.0,
+    layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+) | dict(num_hidden_layers=4)  # fmt: skip
+BERT = dict(SHARED, num_attention_heads=4, intermediate_size=48, max_position_embeddings=64)
+
 MODELS = {
     "llama": ("Llama", dict(SHARED, **HEADS, rope_parameters=LLAMA3, rms_norm_eps=1e-5)),
     "llama tied": ("Llama", dict(SHARED, **HEADS, tie_word_embeddings=True)),
+    "llama with biases": ("Llama", dict(SHARED, **HEADS, attention_bias=True, mlp_bias=True, head_dim=12)),
+    "gpt2": ("GPT2", dict(vocab_size=V, n_embd=D, n_layer=3, n_head=4, n_positions=64)),
+    "gemma3": ("Gemma3", GEMMA3),
+    "mixtral": ("Mixtral", dict(SHARED, **HEADS, num_local_experts=4, num_experts_per_tok=2, sliding_window=7)),
+    "bert": ("Bert", BERT),
     "mamba": ("Mamba", dict(SHARED, state_size=5)),
     "mamba2": ("Mamba2", dict(SHARED, state_size=5, num_heads=8, head_dim=8, n_groups=1, chunk_size=8)),
 }
-GREEDY = ["mamba"]
+GREEDY = ["gpt2", "gemma3", "mamba"]
 
 
 def their_model(kind: str) -> torch.nn.Module:
@@ -42,7 +53,7 @@ def their_model(kind: str) -> torch.nn.Module:
 
 
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}
-CLASSES = {}
+CLASSES = {"GPT2": "GPT2LMHeadModel", "Bert": "BertForMaskedLM"}
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
@@ -94,7 +94,18 @@ def sections(
 
 def build(config: Mapping[str, Any], asked: Asked) -> Model:
     """The model that a config's model section describes, for what a task asks."""
-    return choose("model kind", config["kind"], KINDS)(config, asked)
+    return choose("model kind", config["kind"], KINDS)(config, with_vocabulary(config, asked))
+
+
+def with_vocabulary(config: Mapping[str, Any], asked: Asked) -> Asked:
+    """What a task asks of a model that may have more tokens than the task."""
+    own = config.get("vocab_size") or asked.vocab_size
+    if own < asked.vocab_size:
+        raise UserError(
+            f"model.vocab_size {own} is less than the task's {asked.vocab_size}; allowed: 0, or from "
+            f"{asked.vocab_size} on; closest: {asked.vocab_size}"
+        )
+    return replace(asked, vocab_size=own)
 
 
 def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
@@ -194,7 +205,13 @@ def shared_by_heads(c: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def token_head(c: Mapping[str, Any], asked: Asked) -> Callable[..., TokenHead]:
-    logits = dict(tied=c["tied"], bias=c["unembed_bias"], scale=c["logit_scale"], soft_cap=c["logit_cap"])
+    logits = dict(
+        tied=c["tied"],
+        bias=c["unembed_bias"],
+        map_to=c["head_map"],
+        scale=c["logit_scale"],
+        soft_cap=c["logit_cap"],
+    )
     return partial(TokenHead, **shared_by_heads(c), **logits, vocab_size=asked.vocab_size)
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from model.contract import wide
 from model.layers import Embed, dense, norm
+from model.mlps.mlp import FORMS
 
 
 class TokenHead(nn.Module):
@@ -18,6 +19,7 @@ class TokenHead(nn.Module):
     norm_eps: float = 1e-5
     tied: bool = True  # to the embedding
     bias: bool = False  # of the logits
+    map_to: str = "none"  # before the norm, a linear map and the activation of this MLP
     scale: float = 1.0  # of the logits
     soft_cap: float = 0.0  # keeps logits within this by a tanh; 0: off
     dtype: Any = jnp.float32
@@ -29,6 +31,9 @@ class TokenHead(nn.Module):
         """`[B, L, V]`, or `[B, Q, V]` at the positions `at`; x: [B, L, D]."""
         if at is not None:  # before the unembedding, which costs V per position
             x = jnp.take_along_axis(x, at[..., None], axis=1)
+        if self.map_to != "none":
+            x = dense(x.shape[-1], ("embed", None), self.dtype, "map", bias=True)(x)
+            x = FORMS[self.map_to].keywords["activation"](x)
         if self.norm != "none":
             x = norm(self.norm, self.dtype, "norm", self.norm_eps)(x)
         if self.tied:

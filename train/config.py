@@ -37,9 +37,13 @@ Declared = dict[str, dataclasses.Field]  # by dotted key
 
 def load(spec: str, overrides: Iterable[tuple[str, str]] = ()) -> ConfigDict:
     """The resolved, locked config of `FILE.py[:argument]` or `config.json`, with `(key, text)` overrides."""
-    given = {key: tuples(value) for key, value in flatten(read(spec)).items()}
+    return resolve(read(spec), overrides, spec.partition(":")[0])
+
+
+def resolve(values: Mapping[str, Any], overrides: Iterable[tuple[str, str]] = (), file: str = "") -> ConfigDict:
+    """The same of what a file holds."""
+    given = {key: tuples(value) for key, value in flatten(values).items()}
     asked = dict(overrides)
-    file = spec.partition(":")[0]
     config = base.get_config()
     config.model.update(own_entries(given, asked, file))
     known = declared(config)

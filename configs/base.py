@@ -58,6 +58,7 @@ class Model:
     mlp_width: Literal[0] | Dim = 0  # 0: 4 x width; if gated 8/3 x width, rounded up to a multiple of 32
     dropout: Annotated[float, at_least(0), below(1)] = 0.0
     tied: bool = True  # one matrix embeds and unembeds
+    patch: Dim = 16  # pixels in a side of the squares that images are cut into
     embed_scale: Positive = 1.0  # factor on the embeddings: the root of the width in Gemma
     logit_scale: Positive = 1.0  # factor on the logits
     logit_cap: NotNegative = 0.0  # keeps logits within this by a tanh; 0: off

@@ -9,15 +9,17 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from model.asked import Asked
+from model.asked import Asked, Image
 from model.backbone import Backbone
 from model.block import Block
 from model.contract import Mixer
 from model.errors import UserError, choose
 from model.heads import ClassHead, TokenHead
+from model.inputs import input_for, patch_grid
 from model.mixers import MIXERS
 from model.mlp import MLPS, mlp_width
 from model.positions import POSITIONS, Position
+from model.positions.grid import Grid
 from model.seq2seq import Seq2Seq
 from model.sequence import SequenceModel
 from model.settings import Section, defaults, section
@@ -78,10 +80,10 @@ def build(config: Mapping[str, Any], asked: Asked) -> Model:
 def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
     """Layers of mixers. Wherever a task asks, they answer."""
     check(c, asked)
-    dtype = DTYPES[c["dtype"]]
+    dtype, grid = DTYPES[c["dtype"]], grid_of(c, asked)
     layers = partial(
         Stack,
-        blocks=tuple(block(c, name) for name in c["mixers"]),
+        blocks=tuple(block(c, name, grid) for name in c["mixers"]),
         layers=c["layers"],
         scan=c["scan"],
         remat=c["remat"],
@@ -90,8 +92,8 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
         Backbone,
         width=c["width"],
         stack=layers,
-        position=position_of(c, c["position"]),
-        cls=bool(asked.n_classes) and c["pool"] == "cls",
+        position=position_of(c, c["position"], grid),
+        cls=has_cls(c, asked),
         dropout=c["dropout"],
         dtype=dtype,
     )
@@ -101,10 +103,24 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
     else:
         logits = dict(tied=c["tied"], scale=c["logit_scale"], soft_cap=c["logit_cap"])
         head = partial(TokenHead, **shared, **logits, vocab_size=asked.vocab_size)
-    return SequenceModel(asked.vocab_size, c["width"], backbone, head, c["embed_scale"], dtype)
+    return SequenceModel(input_for(c, asked, dtype), backbone, head)
 
 
-def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
+def has_cls(c: Mapping[str, Any], asked: Asked) -> bool:
+    """Whether a vector stands in front of each row, for a class to be read off it."""
+    return bool(asked.n_classes) and c["pool"] == "cls"
+
+
+def grid_of(c: Mapping[str, Any], asked: Asked) -> Grid | None:
+    """Where the patches of the task's image lie in a row."""
+    image = asked.image or asked.inputs
+    if not isinstance(image, Image):
+        return None
+    rows, columns = patch_grid(image, c["patch"])
+    return Grid(columns, rows, front=int(has_cls(c, asked)))
+
+
+def block(c: Mapping[str, Any], name: str, grid: Grid | None = None) -> Callable[..., Block]:
     """A layer with the mixer of that name, or what the user calls so."""
     shared = dict(width=c["width"], causal=c["causal"], dtype=DTYPES[c["dtype"]])
     given, one = c.get(name, {}), entry(c, name)
@@ -112,7 +128,7 @@ def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
     settings = {key: given[key] for key in section(cls, without=Mixer) if key in given}
     if cls.softmax:
         own = one.position is not None
-        settings["position"] = position_of(given, one.position) if own else position_of(c, c["position"])
+        settings["position"] = position_of(given, one.position, grid) if own else position_of(c, c["position"], grid)
     sublayers = [("mixer", partial(cls, **shared, **settings))]
     if mlp := MLPS[c["mlp"]]:
         hidden = mlp_width(c["mlp"], c["width"], c["mlp_width"])
@@ -131,9 +147,17 @@ def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
     )
 
 
-def position_of(c: Mapping[str, Any], name: str) -> Callable[..., Position]:
+def position_of(c: Mapping[str, Any], name: str, grid: Grid | None = None) -> Callable[..., Position]:
     """A position encoding with the settings that a section has for it."""
-    return partial(POSITIONS[name], **c.get(name, {}))
+    settings = c.get(name, {})
+    if POSITIONS[name].on_grid and grid:
+        if settings["columns"] not in (None, grid.columns):
+            raise UserError(
+                f"model.{name}.columns is {settings['columns']}, and the image has {grid.columns} patches in a line; "
+                "closest: None"
+            )
+        settings = settings | {"grid": grid}
+    return partial(POSITIONS[name], **settings)
 
 
 def seq2seq(c: Mapping[str, Any], asked: Asked) -> Seq2Seq:
@@ -143,6 +167,8 @@ def seq2seq(c: Mapping[str, Any], asked: Asked) -> Seq2Seq:
             f"model.kind 'seq2seq' takes no mixers and no position, and was given {tuple(c['mixers'])} and "
             f"{c['position']!r}; closest: arch=seq2seq"
         )
+    if asked.inputs is not None or asked.image:
+        raise UserError("model.kind 'seq2seq' reads token ids, and this task brings real numbers; closest: stack")
     if not asked.tail:
         asks = f"for one of {asked.n_classes} classes" if asked.n_classes else "at every token"
         raise UserError(
@@ -175,6 +201,11 @@ def check(c: Mapping[str, Any], asked: Asked) -> None:
         raise UserError(
             f"position {c['position']!r} acts on the scores of attention, and mixers {tuple(c['mixers'])} have none; "
             f"choose from {free}"
+        )
+    if c["tied"] and not asked.n_classes and asked.inputs is not None:
+        raise UserError(
+            "model.tied is True, and no matrix embeds the tokens that this task asks for: its inputs are real numbers; "
+            "closest: False"
         )
     if asked.n_classes and c["pool"] == "cls" and c["causal"]:
         raise UserError("pool 'cls' reads the first position, which sees nothing in a causal model; use mean or last")

@@ -24,7 +24,9 @@ class TokenHead(nn.Module):
     n_classes: ClassVar[int] = 0  # it is no classifier
 
     @nn.compact
-    def __call__(self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
+    ) -> jax.Array:
         """`[B, L, V]`, or `[B, Q, V]` at the positions `at`; x: [B, L, D]."""
         if at is not None:  # before the unembedding, which costs V per position
             x = jnp.take_along_axis(x, at[..., None], axis=1)
@@ -48,7 +50,9 @@ class ClassHead(nn.Module):
     dtype: Any = jnp.float32
 
     @nn.compact
-    def __call__(self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
+    ) -> jax.Array:
         """`[B, C]`; x: [B, L, D]."""
         x = pooled(x, segments, self.pool)
         if self.norm != "none":

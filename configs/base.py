@@ -1,8 +1,9 @@
-"""Every knob that is not a mixer's, a position's or a task's own: what it may be, its default, what it does.
+"""Every knob that no mixer, position, task or objective has for itself: what it may be, its default, what it does.
 
-Three keys are choices: `model.mixers`, `model.position` and `data.task`. Each brings a section named after what was
-chosen, filled with that choice's own defaults (`model.mamba.state`, `model.rope.theta`, `data.mqar.length`), so a
-config states only what differs and a run's `config.json` holds only what it used.
+Four keys are choices: `model.mixers`, `model.position`, `data.task` and `objective.kind`. Each brings a section named
+after what was chosen, filled with that choice's own defaults (`model.mamba.state`, `model.rope.theta`,
+`data.mqar.length`, `objective.masked.rate`), so a config states only what differs and a run's `config.json` holds only
+what it used.
 
 Layers that share a mixer may differ: a name of one's own in `model.mixers` has a section that says which mixer it is
 (`model.local.mixer`), perhaps a position of its own (`model.local.position`, `model.local.rope.theta`), and whatever
@@ -35,6 +36,8 @@ from model.settings import (
     defaults,
     section,
 )
+from train.objective import Smoothing
+from train.objectives import OBJECTIVES
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,12 @@ class Data:
 
 
 @dataclass(frozen=True)
+class Objective:
+    kind: Literal[*OBJECTIVES] = "task"
+    label_smoothing: Smoothing = 0.0  # share of a target spread over all answers, in training
+
+
+@dataclass(frozen=True)
 class Base:
     seed: Seed = 0  # of parameters, dropout and data order
     steps: Count = 1000
@@ -152,6 +161,7 @@ class Base:
     optim: Optim = Optim()
     mesh: Mesh = Mesh()
     data: Data = Data()
+    objective: Objective = Objective()
 
 
 def get_config() -> ConfigDict:

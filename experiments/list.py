@@ -23,6 +23,8 @@ from model.ops.attention import IMPLEMENTATIONS, support_matrix
 from model.positions import POSITIONS, Position
 from train import cli
 from train import config as configs
+from train.objective import Objective
+from train.objectives import OBJECTIVES
 
 
 def catalogue() -> dict[str, dict[str, str]]:
@@ -33,6 +35,7 @@ def catalogue() -> dict[str, dict[str, str]]:
         "attention (model.attention.implementation)": {n: can.summary for n, can in IMPLEMENTATIONS.items()},
         "what each attention implementation serves": served(),
         "tasks (data.task)": {name: first_line(task) for name, task in sorted(data.TASKS.items())},
+        "objectives (objective.kind)": {name: first_line(one) for name, one in sorted(OBJECTIVES.items())},
         "architectures (arch=...)": {name: changed(arch) for name, arch in ARCHS.items()},
         "configs (--config=...)": config_files(Path("configs")),
         "tables (experiments.reproduce)": {name: table.description for name, table in TABLES.items()},
@@ -45,8 +48,9 @@ def described(name: str) -> dict[str, dict[str, str]]:
         "mixer": {mixer: settings.section(cls, without=Mixer) for mixer, cls in MIXERS.items()},
         "position": {position: settings.section(cls, without=Position) for position, cls in POSITIONS.items()},
         "task": {task: settings.section(cls) for task, cls in data.TASKS.items()},
+        "objective": {kind: settings.section(cls, without=Objective) for kind, cls in OBJECTIVES.items()},
     }
-    room = {"mixer": "model", "position": "model", "task": "data"}
+    room = {"mixer": "model", "position": "model", "task": "data", "objective": "objective"}
     found = {}
     for kind, table in declared.items():
         if name in table:
@@ -95,7 +99,7 @@ def config_files(folder: Path) -> dict[str, str]:
 
 
 def main(argv: list[str]) -> None:
-    cli.refuse_arguments(argv[:1], "list", "names of mixers, positions, tasks and architectures")
+    cli.refuse_arguments(argv[:1], "list", "names of mixers, positions, tasks, objectives and architectures")
     console = Console(highlight=False, soft_wrap=True)
     shown = catalogue() if len(argv) == 1 else dict(itertools.chain(*(described(name).items() for name in argv[1:])))
     for section, names in shown.items():

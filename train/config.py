@@ -19,8 +19,10 @@ from model.errors import UserError, choose
 from model.mixers import MIXERS
 from model.positions import POSITIONS
 from train.config_file import place, read
+from train.objective import Objective
+from train.objectives import OBJECTIVES
 
-CHOICES = ("model.mixers", "model.position", "data.task")
+CHOICES = ("model.mixers", "model.position", "data.task", "objective.kind")
 
 Declared = dict[str, dataclasses.Field]  # by dotted key
 
@@ -74,12 +76,18 @@ def declared(config: ConfigDict) -> Declared:
     chosen = {
         "model": build.declared(model.mixers, model.position, model),
         "data": {task: settings.section(choose("task", task, data.TASKS))},
+        "objective": of_objective(config.objective.kind),
     }
     known = flatten(settings.section(base.Base)) | flatten(chosen)
     if own := own_names(model):
         known["model.mixers"] = copy.copy(known["model.mixers"])
         known["model.mixers"].type = tuple[Literal[*MIXERS, *own], ...]
     return known
+
+
+def of_objective(kind: str) -> settings.Section:
+    own = settings.section(choose("objective", kind, OBJECTIVES), without=Objective)
+    return {kind: own} if own else {}
 
 
 def own_names(model: ConfigDict) -> list[str]:
@@ -95,12 +103,13 @@ def complete(config: ConfigDict) -> None:
         config.model[name] = defaults
     task = config.data.task
     config.data[task] = settings.defaults(settings.section(data.TASKS[task]))
+    config.objective.update(settings.defaults(of_objective(config.objective.kind)))
 
 
 def unused_section(key: str, config: ConfigDict, given: Mapping[str, Any]) -> bool:
-    """Whether a config file's key belongs to a mixer, position or task that was not chosen in the end."""
+    """Whether a config file's key belongs to a mixer, position, task or objective that was not chosen in the end."""
     room, name, *rest = (*key.split("."), "")
-    tables = {"model": {**MIXERS, **POSITIONS}, "data": data.TASKS}
+    tables = {"model": {**MIXERS, **POSITIONS}, "data": data.TASKS, "objective": OBJECTIVES}
     own = f"model.{name}.mixer" in given
     if name in tables.get(room, {}) or own:
         return name not in config[room] or (own and rest[0] in POSITIONS and rest[0] not in config[room][name])
@@ -119,7 +128,8 @@ def put(config: ConfigDict, known: Declared, key: str, value: Any, file: str = "
     *rooms, leaf = key.split(".")
     for name in rooms:
         config = config[name]
-    config[leaf] = settings.fit(field.type, value)
+    with config.ignore_type():  # which would hold a setting to the type of its default
+        config[leaf] = settings.fit(field.type, value)
 
 
 def siblings(key: str, known: Iterable[str]) -> str:

@@ -285,7 +285,7 @@ def finish(
         "data_wait": round(clock.waited / clock.wall(), 4),
         "params": run.params,
         "state_bytes": run.model.state_bytes(run.task.length),
-        "baselines": run.task.baselines(),
+        "baselines": run.objective.baselines(),
         "nonfinite": nonfinite,
         "metrics": scores,
         "untested": untested,

@@ -34,7 +34,7 @@ class Adding(Task):
     def examples(self, split: str, index: int, rng: np.random.Generator) -> Example:
         B, L = self.block, self.length
         numbers = rng.random((B, L), np.float32)
-        places = rng.integers(L // 2, size=(B, 2)) + [0, L // 2]
+        places = rng.integers(L // 2, size=(B, 2)) + np.array([0, L // 2])
         marks = np.zeros((B, L), np.float32)
         np.put_along_axis(marks, places, 1, axis=1)
         total = np.take_along_axis(numbers, places, axis=1).astype(np.float64).sum(1)

@@ -27,21 +27,21 @@ class ShapeQuestions(Task):
     vocab_size: ClassVar[int] = len(WORDS)
     length: ClassVar[int] = 3
 
-    size: Annotated[int, within(2 * SMALLEST, 1024)] = 32  # pixels in a side of the picture
+    side: Annotated[int, within(2 * SMALLEST, 1024)] = 32  # pixels in a side of the picture
     n_shapes: Annotated[int, within(1, 4)] = 2
     clutter: Whole = 6  # bars
 
     @property
     def image(self) -> Image:
-        return Image(self.size, self.size, 3)
+        return Image(self.side, self.side, 3)
 
     def example(self, split: str, index: int, rng: np.random.Generator) -> Example:
-        picture, half = cluttered(rng, self.size, self.clutter), self.size // 2
+        picture, half = cluttered(rng, self.side, self.clutter), self.side // 2
         shapes, colours = (rng.permutation(len(kinds))[: self.n_shapes] for kinds in (SHAPES, COLOURS))
         for shape, colour, quarter in zip(shapes, colours, rng.permutation(4)[: self.n_shapes], strict=True):
-            side = int(rng.integers(SMALLEST, half + 1))
-            top, left = rng.integers(half - side + 1, size=2) + half * np.array(divmod(quarter, 2))
-            draw(picture, list(SHAPES)[shape], list(COLOURS)[colour], top, left, side)
+            across = int(rng.integers(SMALLEST, half + 1))
+            top, left = rng.integers(half - across + 1, size=2) + half * np.array(divmod(quarter, 2))
+            draw(picture, list(SHAPES)[shape], list(COLOURS)[colour], top, left, across)
         asked, one = rng.integers(2), rng.integers(self.n_shapes)
         both = FIRST["shape"] + shapes[one], FIRST["colour"] + colours[one]
         return {

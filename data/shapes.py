@@ -25,7 +25,7 @@ SHAPES = {
     "ring": lambda u, v: (u**2 + v**2 <= 1) & (u**2 + v**2 > 0.3),
     "triangle": lambda u, v: 2 * np.abs(v) <= u + 1,
     "cross": lambda u, v: (np.abs(u) < 1 / 3) | (np.abs(v) < 1 / 3),
-    "diamond": lambda u, v: np.abs(u) + np.abs(v) <= 1,
+    "diamond": lambda u, v: np.abs(u) + np.abs(v) <= 1 + 1e-9,  # its tips are a rounding away
 }
 SMALLEST = 8  # pixels across, below which shapes look alike
 
@@ -52,7 +52,7 @@ def draw(picture: np.ndarray, shape: str, colour: str, top: int, left: int, side
 class Shapes(Task):
     """Pictures of one coloured shape on grey clutter: which shape it is.
 
-    Shape and colour are uniform, the side too, from 8 pixels to half the picture, and then the place.
+    Shape and colour are uniform, its extent too, from 8 pixels to half the picture, and then the place.
     """
 
     name: ClassVar[str] = "shapes"
@@ -60,33 +60,33 @@ class Shapes(Task):
     n_classes: ClassVar[int] = len(SHAPES)
     vocab_size: ClassVar[int] = 0
 
-    size: Annotated[int, within(2 * SMALLEST, 1024)] = 32  # pixels in a side of the picture
+    side: Annotated[int, within(2 * SMALLEST, 1024)] = 32  # pixels in a side of the picture
     clutter: Whole = 6  # bars
 
     @property
     def length(self) -> int:
-        return self.size**2
+        return self.side**2
 
     @property
     def inputs(self) -> Image:
-        return Image(self.size, self.size, 3)
+        return Image(self.side, self.side, 3)
 
     def example(self, split: str, index: int, rng: np.random.Generator) -> Example:
-        picture = cluttered(rng, self.size, self.clutter)
+        picture = cluttered(rng, self.side, self.clutter)
         shape, colour = rng.integers(len(SHAPES)), rng.integers(len(COLOURS))
-        side = int(rng.integers(SMALLEST, self.size // 2 + 1))
-        top, left = rng.integers(self.size - side + 1, size=2)
-        draw(picture, list(SHAPES)[shape], list(COLOURS)[colour], top, left, side)
+        across = int(rng.integers(SMALLEST, self.side // 2 + 1))
+        top, left = rng.integers(self.side - across + 1, size=2)
+        draw(picture, list(SHAPES)[shape], list(COLOURS)[colour], top, left, across)
         return {
             "inputs": picture,
             "targets": np.array(shape, np.int32),
             "weights": np.array(1, np.float32),
-            "attr_side": np.array(bins.number(np.array(side)), np.int32),
+            "attr_across": np.array(bins.number(np.array(across)), np.int32),
         }
 
     @property
     def attributes(self) -> dict[str, tuple[str, ...]]:
-        return {"side": bins.labels(self.size // 2)}  # of the shape, in pixels
+        return {"across": bins.labels(self.side // 2)}  # of the shape, in pixels
 
     def baselines(self) -> dict[str, float]:
         return {"chance": 1 / len(SHAPES)}

@@ -42,7 +42,9 @@ def measure(restored: Restored, split: str) -> dict[str, Any]:
         "targets": int(totals["accuracy"][1]),
         "metrics": {"accuracy": float(mean(*totals["accuracy"])), "loss": loss} | readings(run.objective, loss),
         "baselines": run.objective.baselines(),
-        "slices": {name: slices(labels, *totals[f"accuracy/{name}"]) for name, labels in run.task.attributes.items()},
+        "slices": {
+            name: slices(labels, *totals[f"accuracy/{name}"]) for name, labels in run.objective.attributes.items()
+        },
     }
 
 

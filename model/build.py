@@ -14,7 +14,7 @@ from model.backbone import Backbone
 from model.block import Block
 from model.contract import Mixer
 from model.errors import UserError, choose
-from model.heads import ClassHead, TokenHead
+from model.heads import ClassHead, LabelHead, TokenHead
 from model.inputs import input_for, patch_grid
 from model.mixers import MIXERS
 from model.mlp import MLPS, mlp_width
@@ -98,7 +98,9 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
         dtype=dtype,
     )
     shared = dict(norm=c["norm"] if c["final_norm"] else "none", norm_eps=c["norm_eps"], dtype=dtype)
-    if asked.n_classes:
+    if asked.labels:
+        head = partial(LabelHead, **shared, n_classes=asked.n_classes)
+    elif asked.classifies:
         head = partial(ClassHead, **shared, n_classes=asked.n_classes, pool=c["pool"])
     else:
         logits = dict(tied=c["tied"], scale=c["logit_scale"], soft_cap=c["logit_cap"])
@@ -106,21 +108,24 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
     return SequenceModel(input_for(c, asked, dtype), backbone, head)
 
 
+NO_IMAGE = Grid()
+
+
 def has_cls(c: Mapping[str, Any], asked: Asked) -> bool:
     """Whether a vector stands in front of each row, for a class to be read off it."""
-    return bool(asked.n_classes) and c["pool"] == "cls"
+    return asked.classifies and c["pool"] == "cls"
 
 
-def grid_of(c: Mapping[str, Any], asked: Asked) -> Grid | None:
+def grid_of(c: Mapping[str, Any], asked: Asked) -> Grid:
     """Where the patches of the task's image lie in a row."""
-    image = asked.image or asked.inputs
+    image, front = asked.image or asked.inputs, int(has_cls(c, asked))
     if not isinstance(image, Image):
-        return None
+        return Grid(front=front)
     rows, columns = patch_grid(image, c["patch"])
-    return Grid(columns, rows, front=int(has_cls(c, asked)))
+    return Grid(columns, rows, front)
 
 
-def block(c: Mapping[str, Any], name: str, grid: Grid | None = None) -> Callable[..., Block]:
+def block(c: Mapping[str, Any], name: str, grid: Grid = NO_IMAGE) -> Callable[..., Block]:
     """A layer with the mixer of that name, or what the user calls so."""
     shared = dict(width=c["width"], causal=c["causal"], dtype=DTYPES[c["dtype"]])
     given, one = c.get(name, {}), entry(c, name)
@@ -147,17 +152,10 @@ def block(c: Mapping[str, Any], name: str, grid: Grid | None = None) -> Callable
     )
 
 
-def position_of(c: Mapping[str, Any], name: str, grid: Grid | None = None) -> Callable[..., Position]:
+def position_of(c: Mapping[str, Any], name: str, grid: Grid = NO_IMAGE) -> Callable[..., Position]:
     """A position encoding with the settings that a section has for it."""
     settings = c.get(name, {})
-    if POSITIONS[name].on_grid and grid:
-        if settings["columns"] not in (None, grid.columns):
-            raise UserError(
-                f"model.{name}.columns is {settings['columns']}, and the image has {grid.columns} patches in a line; "
-                "closest: None"
-            )
-        settings = settings | {"grid": grid}
-    return partial(POSITIONS[name], **settings)
+    return partial(POSITIONS[name], **settings, **({"grid": grid} if POSITIONS[name].on_grid else {}))
 
 
 def seq2seq(c: Mapping[str, Any], asked: Asked) -> Seq2Seq:
@@ -170,7 +168,7 @@ def seq2seq(c: Mapping[str, Any], asked: Asked) -> Seq2Seq:
     if asked.inputs is not None or asked.image:
         raise UserError("model.kind 'seq2seq' reads token ids, and this task brings real numbers; closest: stack")
     if not asked.tail:
-        asks = f"for one of {asked.n_classes} classes" if asked.n_classes else "at every token"
+        asks = f"for one of {asked.n_classes} classes" if asked.classifies else "at every token"
         raise UserError(
             f"model.kind 'seq2seq' answers at the end of a row, and this task asks {asks}; allowed: tasks that ask at "
             f"the end, such as selective_copying; closest: arch=gru"
@@ -207,7 +205,7 @@ def check(c: Mapping[str, Any], asked: Asked) -> None:
             "model.tied is True, and no matrix embeds the tokens that this task asks for: its inputs are real numbers; "
             "closest: False"
         )
-    if asked.n_classes and c["pool"] == "cls" and c["causal"]:
+    if has_cls(c, asked) and c["causal"]:
         raise UserError("pool 'cls' reads the first position, which sees nothing in a causal model; use mean or last")
 
 

@@ -22,6 +22,7 @@ class TokenHead(nn.Module):
     dtype: Any = jnp.float32
 
     n_classes: ClassVar[int] = 0  # it is no classifier
+    of_row: ClassVar[bool] = False  # whether its answer is of a whole row
 
     @nn.compact
     def __call__(
@@ -49,6 +50,8 @@ class ClassHead(nn.Module):
     pool: str = "mean"
     dtype: Any = jnp.float32
 
+    of_row: ClassVar[bool] = True
+
     @nn.compact
     def __call__(
         self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
@@ -60,7 +63,27 @@ class ClassHead(nn.Module):
         return dense(self.n_classes, ("embed", None), self.dtype, "classes", bias=True, out=wide(self.dtype))(x)
 
 
-Head = TokenHead | ClassHead
+class LabelHead(nn.Module):
+    """Logits over classes, of each token."""
+
+    n_classes: int
+    norm: str = "rmsnorm"
+    norm_eps: float = 1e-5
+    dtype: Any = jnp.float32
+
+    of_row: ClassVar[bool] = False
+
+    @nn.compact
+    def __call__(self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed) -> jax.Array:
+        """`[B, L, C]`, or `[B, Q, C]` at the positions `at`; x: [B, L, D]."""
+        if at is not None:
+            x = jnp.take_along_axis(x, at[..., None], axis=1)
+        if self.norm != "none":
+            x = norm(self.norm, self.dtype, "norm", self.norm_eps)(x)
+        return dense(self.n_classes, ("embed", None), self.dtype, "classes", bias=True, out=wide(self.dtype))(x)
+
+
+Head = TokenHead | ClassHead | LabelHead
 
 
 def pooled(x: jax.Array, segments: jax.Array | None, pool: str) -> jax.Array:

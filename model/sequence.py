@@ -42,7 +42,7 @@ class SequenceModel(nn.Module):
             nn.share_scope(self, part)
         row = source(inputs, segments, **beside)
         x, state = backbone(row.x, row.segments, state, memory, memory_segments, train)
-        if row.front and not self.n_classes:  # a class is of the whole row; tokens are asked of the task's own
+        if row.front and not head.of_row:  # tokens are counted as the task does
             x, row = x[:, row.front :], row._replace(segments=segments)
         return head(x, row.segments, at, source.unembedding), state
 

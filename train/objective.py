@@ -52,8 +52,8 @@ class Objective:
     def check_task(self, task: Task) -> None:
         """Raises UserError if the settings do not go with the task."""
 
-    def check_model(self, model: Model) -> None:
-        """Raises UserError if a model sees its answers, or cannot see what they follow from."""
+    def check_model(self, model: Model, section: Mapping[str, Any]) -> None:
+        """Raises UserError if a model, that of a config's section, sees its answers or not what they follow from."""
 
     @property
     def extra_tokens(self) -> int:
@@ -70,12 +70,22 @@ class Objective:
         """The batch that the model is given, of the one that the task made."""
         return batch
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the sequences that a model is given."""
+        return (self.task.length,)
+
+    @property
+    def attributes(self) -> dict[str, tuple[str, ...]]:
+        """Names of the attributes accuracy is sliced by -> labels of their bins."""
+        return self.task.attributes
+
     def baselines(self) -> dict[str, float]:
         """Accuracies of trivial predictors, printed beside results."""
         return self.task.baselines()
 
     def __call__(self, model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> Sums:
-        """Loss and accuracy; a test slices the accuracy by every bin of the task's attributes."""
+        """Loss and accuracy; a test slices the accuracy by every bin of every attribute."""
         batch = self.view(batch, rng)
         logits = answers(model, params, batch, rng)
         weights = batch["weights"]
@@ -86,7 +96,7 @@ class Objective:
         count = weights.sum()
         sums = {"loss": (loss.sum(), count), "accuracy": (hits.sum(), count)}
         if rng is None:
-            sums |= sliced(self.task.attributes, batch, hits)
+            sums |= sliced(self.attributes, batch, hits)
         return sums
 
 

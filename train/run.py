@@ -49,10 +49,11 @@ def prepare(config: ConfigDict) -> Run:
     configs.check(config)
     task = data.build(config.data.task, config.data[config.data.task].to_dict())
     mesh, rules = sharding.make_mesh(config.mesh), sharding.rules_of(config.mesh)
-    sharding.check_batch(mesh, rules, config.batch_size, task.length, config.optim.accumulate)
     for split in ("validation", "test"):
         pipeline.check_countable(task, split, config.eval_batches)
     objective = build_objective(config.objective.to_dict(), task)
+    for length in objective.lengths:
+        sharding.check_batch(mesh, rules, config.batch_size, length, config.optim.accumulate)
     model = model_for(objective, config)
     tx = optimizer(config.optim, config.steps, build.group_rules(config.model))
     example = pipeline.batch_at(task, config.data.seed, "train", 1, 0)
@@ -84,8 +85,9 @@ def prepare(config: ConfigDict) -> Run:
 
 
 def model_for(objective: Objective, config: ConfigDict) -> build.Model:
-    model = build.build(config.model.to_dict(), objective.asked)
-    objective.check_model(model)
+    section = config.model.to_dict()
+    model = build.build(section, objective.asked)
+    objective.check_model(model, section)
     return model
 
 
@@ -97,8 +99,9 @@ def at_length(run: Run, length: int) -> Run:
         share = placement.shards("batch")  # a row for every device
     try:
         task = data.build(run.task.name, c.data[run.task.name].to_dict() | {"length": length})
-        sharding.check_batch(mesh, rules, share, length, accumulate=1)
         objective = build_objective(c.objective.to_dict(), task)
+        for each in objective.lengths:
+            sharding.check_batch(mesh, rules, share, each, accumulate=1)
     except UserError as error:
         raise UserError(f"test_lengths has {length!r}: {error}") from None
     examples, room = c.batch_size * c.eval_batches, c.batch_size * run.task.length // length

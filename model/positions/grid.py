@@ -1,6 +1,6 @@
 """Positions in two dimensions: of patches, or pixels, that a row holds line by line."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
@@ -16,7 +16,7 @@ from model.settings import Length, Positive, above
 class Grid:
     """Where an image lies in a row: behind the vectors in front, line by line, and before a text."""
 
-    columns: int
+    columns: int | None = None  # None: there is no image
     rows: int | None = None  # None: it goes on to the end of the row
     front: int = 0  # vectors before it: one if a class is read off the first
 
@@ -40,20 +40,23 @@ class OnGrid(Position):
     """What positions in two dimensions share: a grid, of the task's image or, where it brings none, of the user's."""
 
     columns: Length | None = None  # of the grid; None: as many as the task's image has patches in a line
-    grid: Any = None  # the Grid, by whoever builds the model
+    grid: Any = Grid()  # by whoever builds the model
 
     relative: ClassVar[bool] = False
     on_grid: ClassVar[bool] = True
 
     def coordinates(self, positions: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        grid = self.grid or (Grid(self.columns) if self.columns else None)
-        if grid is None:
-            name = type(self).__name__.lower()
+        columns, name = self.grid.columns or self.columns, type(self).__name__.lower()
+        if columns is None:
             raise UserError(
                 f"position {name!r} needs the columns of a grid, and this task brings no image; set "
                 f"model.{name}.columns, or use position {self.flat}"
             )
-        return coordinates(positions, grid)
+        if self.columns not in (None, columns):
+            raise UserError(
+                f"model.{name}.columns is {self.columns}, and the image has {columns} patches in a line; closest: None"
+            )
+        return coordinates(positions, replace(self.grid, columns=columns))
 
 
 class SinCos2D(OnGrid):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from model.block import ACTIVATION
 from model.contract import Context, State, wide
 from model.documents import Reading, document_positions, open_reading
+from model.layers import norm
 from model.positions import Position
 from model.stack import Stack
 
@@ -21,6 +22,9 @@ class Backbone(nn.Module):
     stack: Callable[..., Stack]
     position: Callable[..., Position] = Position
     cls: bool = False
+    norm: str = "rmsnorm"
+    norm_eps: float = 1e-5
+    embed_norm: str = "none"  # of the embeddings: before or after the position adds to them
     dropout: float = 0.0  # of the embeddings
     dtype: Any = jnp.float32
 
@@ -46,7 +50,10 @@ class Backbone(nn.Module):
         positions, reading = place(x, segments, state)
         ctx = Context(positions, segments, memory, memory_segments, train)
         at_all = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
+        embed_norm = norm(self.norm, self.dtype, "embed_norm", self.norm_eps) if self.embed_norm != "none" else None
+        x = embed_norm(x) if self.embed_norm == "before" else x
         x = self.position(name="position", dtype=self.dtype).embed(x, at_all)
+        x = embed_norm(x) if self.embed_norm == "after" else x
         x = nn.Dropout(self.dropout, name="embed_dropout")(x, deterministic=not train)
         x = nn.with_logical_constraint(x, ACTIVATION)
         x, inner = self.stack(name="stack")(x, ctx, None if state is None else state["stack"])

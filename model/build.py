@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
@@ -17,7 +17,9 @@ from model.errors import UserError, choose
 from model.heads import ClassHead, LabelHead, TokenHead
 from model.inputs import input_for, patch_grid
 from model.mixers import MIXERS
-from model.mlp import MLPS, mlp_width
+from model.mlps import MLPS, mlp_width
+from model.mlps.experts import Experts
+from model.mlps.mlp import FORMS, MLP
 from model.positions import POSITIONS, Position
 from model.positions.grid import Grid
 from model.seq2seq import Seq2Seq
@@ -39,11 +41,14 @@ class Entry:
 
     mixer: Literal[*MIXERS] = "attention"
     position: Literal["none", *INSIDE] | None = None  # acts inside this mixer alone; None: `model.position` does
+    mlp: Literal[*MLPS] | None = None  # behind this mixer; None: `model.mlp`
 
 
 def entry(c: Mapping[str, Any], name: str) -> Entry:
     given = c.get(name, {})
-    return Entry(given["mixer"], given["position"]) if "mixer" in given else Entry(name)
+    if "mixer" not in given:
+        return Entry(name)
+    return Entry(**{field.name: given.get(field.name) for field in fields(Entry)})
 
 
 def declared(mixers: tuple[str, ...], position: str, given: Mapping[str, Any] = MappingProxyType({})) -> Section:
@@ -54,7 +59,14 @@ def declared(mixers: tuple[str, ...], position: str, given: Mapping[str, Any] = 
         found[name] = section(choose("mixer", one.mixer, MIXERS), without=Mixer)
         if one.mixer != name:
             found[name] = section(Entry) | found[name] | of_position(one.position or "none")
+    if "experts" in mlps(given, mixers):
+        found["experts"] = section(Experts, without=MLP)
     return found | of_position(position)
+
+
+def mlps(c: Mapping[str, Any], mixers: tuple[str, ...]) -> list[str]:
+    """The MLP behind each mixer."""
+    return [entry(c, name).mlp or c.get("mlp", "none") for name in mixers]
 
 
 def of_position(name: str) -> Section:
@@ -80,10 +92,10 @@ def build(config: Mapping[str, Any], asked: Asked) -> Model:
 def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
     """Layers of mixers. Wherever a task asks, they answer."""
     check(c, asked)
-    dtype, grid = DTYPES[c["dtype"]], grid_of(c, asked)
+    c, dtype = with_grid(c, asked), DTYPES[c["dtype"]]
     layers = partial(
         Stack,
-        blocks=tuple(block(c, name, grid) for name in c["mixers"]),
+        blocks=tuple(block(c, name) for name in c["mixers"]),
         layers=c["layers"],
         scan=c["scan"],
         remat=c["remat"],
@@ -92,8 +104,11 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
         Backbone,
         width=c["width"],
         stack=layers,
-        position=position_of(c, c["position"], grid),
+        position=position_of(c, c["position"]),
         cls=has_cls(c, asked),
+        norm=c["norm"],
+        norm_eps=c["norm_eps"],
+        embed_norm=c["embed_norm"],
         dropout=c["dropout"],
         dtype=dtype,
     )
@@ -103,12 +118,9 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
     elif asked.classifies:
         head = partial(ClassHead, **shared, n_classes=asked.n_classes, pool=c["pool"])
     else:
-        logits = dict(tied=c["tied"], scale=c["logit_scale"], soft_cap=c["logit_cap"])
+        logits = dict(tied=c["tied"], bias=c["unembed_bias"], scale=c["logit_scale"], soft_cap=c["logit_cap"])
         head = partial(TokenHead, **shared, **logits, vocab_size=asked.vocab_size)
     return SequenceModel(input_for(c, asked, dtype), backbone, head)
-
-
-NO_IMAGE = Grid()
 
 
 def has_cls(c: Mapping[str, Any], asked: Asked) -> bool:
@@ -116,16 +128,21 @@ def has_cls(c: Mapping[str, Any], asked: Asked) -> bool:
     return asked.classifies and c["pool"] == "cls"
 
 
-def grid_of(c: Mapping[str, Any], asked: Asked) -> Grid:
-    """Where the patches of the task's image lie in a row."""
-    image, front = asked.image or asked.inputs, int(has_cls(c, asked))
-    if not isinstance(image, Image):
-        return Grid(front=front)
-    rows, columns = patch_grid(image, c["patch"])
-    return Grid(columns, rows, front)
+def with_grid(c: Mapping[str, Any], asked: Asked) -> Mapping[str, Any]:
+    """The same model section, in which positions in two dimensions know how the task's image lies in a row."""
+    image, grid = asked.image or asked.inputs, Grid(front=int(has_cls(c, asked)))
+    if isinstance(image, Image):
+        rows, columns = patch_grid(image, c["patch"])
+        grid = replace(grid, rows=rows, columns=columns)
+
+    def placed(section: Mapping[str, Any]) -> dict[str, Any]:
+        on_grid = {name for name in section if name in POSITIONS and POSITIONS[name].on_grid}
+        return {**section, **{name: {**section[name], "grid": grid} for name in on_grid}}
+
+    return placed(c) | {name: placed(c[name]) for name in c["mixers"] if name in c}
 
 
-def block(c: Mapping[str, Any], name: str, grid: Grid = NO_IMAGE) -> Callable[..., Block]:
+def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
     """A layer with the mixer of that name, or what the user calls so."""
     shared = dict(width=c["width"], causal=c["causal"], dtype=DTYPES[c["dtype"]])
     given, one = c.get(name, {}), entry(c, name)
@@ -133,11 +150,14 @@ def block(c: Mapping[str, Any], name: str, grid: Grid = NO_IMAGE) -> Callable[..
     settings = {key: given[key] for key in section(cls, without=Mixer) if key in given}
     if cls.softmax:
         own = one.position is not None
-        settings["position"] = position_of(given, one.position, grid) if own else position_of(c, c["position"], grid)
+        settings["position"] = position_of(given, one.position) if own else position_of(c, c["position"])
     sublayers = [("mixer", partial(cls, **shared, **settings))]
-    if mlp := MLPS[c["mlp"]]:
-        hidden = mlp_width(c["mlp"], c["width"], c["mlp_width"])
-        sublayers.append(("mlp", partial(mlp, **shared, hidden=hidden)))
+    kind = one.mlp or c["mlp"]
+    if mlp := MLPS[kind]:
+        own = c.get(kind, {}) if kind == "experts" else {}
+        hidden = mlp_width(own.get("kind", kind), c["width"], c["mlp_width"], c["mlp_multiple"])
+        bias = {} if c["mlp_bias"] is None else dict(bias=c["mlp_bias"])
+        sublayers.append(("mlp", partial(mlp, **shared, hidden=hidden, **own, **bias)))
     return partial(
         Block,
         sublayers=tuple(sublayers),
@@ -146,16 +166,16 @@ def block(c: Mapping[str, Any], name: str, grid: Grid = NO_IMAGE) -> Callable[..
         norm_order=c["norm_order"],
         residual=c["residual"],
         branch_scale=c["branch_scale"],
+        init_scale=(c["layers"] * len(sublayers)) ** -0.5 if c["depth_init"] else 1.0,
         parallel=c["parallel"],
         dropout=c["dropout"],
         dtype=DTYPES[c["dtype"]],
     )
 
 
-def position_of(c: Mapping[str, Any], name: str, grid: Grid = NO_IMAGE) -> Callable[..., Position]:
+def position_of(c: Mapping[str, Any], name: str) -> Callable[..., Position]:
     """A position encoding with the settings that a section has for it."""
-    settings = c.get(name, {})
-    return partial(POSITIONS[name], **settings, **({"grid": grid} if POSITIONS[name].on_grid else {}))
+    return partial(POSITIONS[name], **c.get(name, {}))
 
 
 def seq2seq(c: Mapping[str, Any], asked: Asked) -> Seq2Seq:
@@ -165,7 +185,7 @@ def seq2seq(c: Mapping[str, Any], asked: Asked) -> Seq2Seq:
             f"model.kind 'seq2seq' takes no mixers and no position, and was given {tuple(c['mixers'])} and "
             f"{c['position']!r}; closest: arch=seq2seq"
         )
-    if asked.inputs is not None or asked.image:
+    if asked.inputs or asked.image:
         raise UserError("model.kind 'seq2seq' reads token ids, and this task brings real numbers; closest: stack")
     if not asked.tail:
         asks = f"for one of {asked.n_classes} classes" if asked.classifies else "at every token"
@@ -193,6 +213,11 @@ def check(c: Mapping[str, Any], asked: Asked) -> None:
                 f"model.{name}.position is {entry(c, name).position!r}, and {entry(c, name).mixer} has no scores for "
                 "it to act on; allowed: None"
             )
+    without = [kind for kind in mlps(c, c["mixers"]) if kind not in FORMS]
+    if c["mlp_bias"] is not None and without:
+        raise UserError(
+            f"model.mlp_bias is {c['mlp_bias']}, and mlp {without[0]!r} has no biases to choose; allowed: None"
+        )
     position = choose("position", c["position"], POSITIONS)
     if position.needs_attention and not any(m.softmax for m in mixers):
         free = ", ".join(name for name, p in POSITIONS.items() if not p.needs_attention)
@@ -200,7 +225,7 @@ def check(c: Mapping[str, Any], asked: Asked) -> None:
             f"position {c['position']!r} acts on the scores of attention, and mixers {tuple(c['mixers'])} have none; "
             f"choose from {free}"
         )
-    if c["tied"] and not asked.n_classes and asked.inputs is not None:
+    if c["tied"] and not asked.n_classes and asked.inputs:
         raise UserError(
             "model.tied is True, and no matrix embeds the tokens that this task asks for: its inputs are real numbers; "
             "closest: False"
@@ -210,7 +235,7 @@ def check(c: Mapping[str, Any], asked: Asked) -> None:
 
 
 # Parameters outside the mixers: norms, biases and embeddings are not decayed.
-SHARED_GROUPS = {"scale": "no_decay", "bias": "no_decay", "embedding": "no_decay", "cls": "no_decay"}
+SHARED_GROUPS = dict.fromkeys(("scale", "bias", "embedding", "cls", "unembed_bias"), "no_decay")
 
 
 def group_rules(config: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -219,9 +244,9 @@ def group_rules(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     entries = [entry(config, name) for name in config["mixers"]]
     for position in {config["position"]: None} | {one.position or "none": None for one in entries}:
         rules += [(rf"(.*/)?position/{name}", group) for name, group in POSITIONS[position].groups.items()]
-    mlp = MLPS[config["mlp"]]
-    of_mlp = mlp(parent=None, width=1).groups if mlp else {}
-    for i, one in enumerate(entries):
+    for i, (one, kind) in enumerate(zip(entries, mlps(config, config["mixers"]), strict=True)):
+        mlp = MLPS[kind]
+        of_mlp = mlp(parent=None, width=1).groups if mlp else {}
         for part, groups in (("mixer", MIXERS[one.mixer].groups), ("mlp", of_mlp)):
             for name, group in groups.items():
                 rules.append((rf"stack/(layers|rest)/block_{i}/{part}/{re.escape(name)}", group))

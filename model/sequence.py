@@ -15,7 +15,7 @@ from model.inputs import Input
 class SequenceModel(nn.Module):
     """A language model or a classifier, as its head has it, over token ids `[B, L]` or what else its input takes."""
 
-    source: Callable[..., Input]
+    input: Callable[..., Input]
     backbone: Callable[..., Backbone]
     head: Callable[..., Head]
 
@@ -37,7 +37,7 @@ class SequenceModel(nn.Module):
 
         `beside` is what the input takes besides the task's rows.
         """
-        source, backbone, head = self.source(name="input"), self.backbone(name="backbone"), self.head(name="head")
+        source, backbone, head = self.input(name="input"), self.backbone(name="backbone"), self.head(name="head")
         for part in (source, backbone, head):  # of one of each, parameters need no names before their own
             nn.share_scope(self, part)
         row = source(inputs, segments, **beside)
@@ -80,4 +80,4 @@ class SequenceModel(nn.Module):
 
     def state_bytes(self, length: int) -> int:
         """Bytes that the layers keep of one row's past of `length` tokens, and what stands in front of them."""
-        return self.bare().state_bytes(self.source(parent=None).row_length(length))
+        return self.bare().state_bytes(self.input(parent=None).row_length(length))

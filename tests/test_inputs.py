@@ -126,5 +126,5 @@ def test_what_cannot_be_is_one_line(asked, changes, words):
         config["axial"]["columns"] = columns
     with pytest.raises(UserError, match=words) as raised:
         made = build.build(config, asked)
-        jax.eval_shape(made.init, jax.random.key(0), jnp.zeros((1, 4, 2)))
+        jax.eval_shape(made.init, jax.random.key(0), PICTURES if asked.inputs == PICTURE else jnp.zeros((1, 4, 2)))
     assert "\n" not in str(raised.value)

@@ -34,6 +34,7 @@ VARIANTS = {
     "b2s6": [{"blocks": 2, "state": 8}],
     "gru": [{"hidden": 12}],
     "lstm": [{"hidden": 12}],
+    "mamba": [{"norm": "learned", "dt_rank": 4}],
     "mamba2": [{"head_dim": 4, "n_groups": 2, "state": 8}],
     "mla": [{"q_rank": 8}, {"n_heads": 3, "head_dim": 6, "v_dim": 10}],
     "rglru": [{"inner": 24, "n_heads": 2}],

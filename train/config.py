@@ -22,7 +22,7 @@ from train.config_file import place, read
 from train.objective import Objective
 from train.objectives import OBJECTIVES
 
-CHOICES = ("model.mixers", "model.position", "data.task", "objective.kind")
+CHOICES = ("model.mixers", "model.position", "model.mlp", "data.task", "objective.kind")
 
 Declared = dict[str, dataclasses.Field]  # by dotted key
 
@@ -109,7 +109,7 @@ def complete(config: ConfigDict) -> None:
 def unused_section(key: str, config: ConfigDict, given: Mapping[str, Any]) -> bool:
     """Whether a config file's key belongs to a mixer, position, task or objective that was not chosen in the end."""
     room, name, *rest = (*key.split("."), "")
-    tables = {"model": {**MIXERS, **POSITIONS}, "data": data.TASKS, "objective": OBJECTIVES}
+    tables = {"model": {*MIXERS, *POSITIONS, "experts"}, "data": data.TASKS, "objective": OBJECTIVES}
     own = f"model.{name}.mixer" in given
     if name in tables.get(room, {}) or own:
         return name not in config[room] or (own and rest[0] in POSITIONS and rest[0] not in config[room][name])

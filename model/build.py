@@ -9,19 +9,21 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from model.asked import Asked
+from model.asked import Asked, Image
 from model.backbone import Backbone
 from model.block import Block
 from model.contract import Mixer
 from model.encoder_decoder import EncoderDecoder
 from model.errors import UserError, choose, closest
 from model.heads import ClassHead, LabelHead, TokenHead
+from model.inputs import input_for, patch_grid
 from model.mixers import MIXERS
 from model.mixers.cross_attention import CrossAttention
 from model.mlps import MLPS, mlp_width
 from model.mlps.experts import Experts
 from model.mlps.mlp import FORMS, MLP
 from model.positions import POSITIONS, Position
+from model.positions.grid import Grid
 from model.seq2seq import Seq2Seq
 from model.sequence import SequenceModel
 from model.settings import Section, defaults, section
@@ -121,18 +123,42 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
             "encoder_decoder, seq2seq; closest: arch=transformer_base"
         )
     check(c, c["mixers"])
-    classifies = bool(asked.n_classes) and not asked.labels
-    if classifies and c["pool"] == "cls" and c["causal"]:
+    if c["tied"] and not asked.n_classes and asked.inputs:
+        raise UserError(
+            "model.tied is True, and no matrix embeds the tokens that this task asks for: its inputs are real numbers; "
+            "closest: False"
+        )
+    if has_cls(c, asked) and c["causal"]:
         raise UserError("pool 'cls' reads the first position, which sees nothing in a causal model; use mean or last")
+    c = with_grid(c, asked)
     backbone = backbone_of(c, c["mixers"], c["layers"], causal=c["causal"])
-    backbone = partial(backbone, cls=classifies and c["pool"] == "cls")
+    backbone = partial(backbone, cls=has_cls(c, asked))
     if asked.labels:
         head = partial(LabelHead, **shared_by_heads(c), n_classes=asked.n_classes)
-    elif classifies:
+    elif asked.classifies:
         head = partial(ClassHead, **shared_by_heads(c), n_classes=asked.n_classes, pool=c["pool"])
     else:
         head = token_head(c, asked)
-    return SequenceModel(asked.vocab_size, c["width"], backbone, head, c["embed_scale"], DTYPES[c["dtype"]])
+    return SequenceModel(input_for(c, asked, DTYPES[c["dtype"]]), backbone, head)
+
+
+def has_cls(c: Mapping[str, Any], asked: Asked) -> bool:
+    """Whether a vector stands in front of each row, for a class to be read off it."""
+    return asked.classifies and c["pool"] == "cls"
+
+
+def with_grid(c: Mapping[str, Any], asked: Asked) -> Mapping[str, Any]:
+    """The same model section, in which positions in two dimensions know how the task's image lies in a row."""
+    image, grid = asked.image or asked.inputs, Grid(front=int(has_cls(c, asked)))
+    if isinstance(image, Image):
+        rows, columns = patch_grid(image, c["patch"])
+        grid = replace(grid, rows=rows, columns=columns)
+
+    def placed(section: Mapping[str, Any]) -> dict[str, Any]:
+        on_grid = {name for name in section if name in POSITIONS and POSITIONS[name].on_grid}
+        return {**section, **{name: {**section[name], "grid": grid} for name in on_grid}}
+
+    return placed(c) | {name: placed(c[name]) for name in c["mixers"] if name in c}
 
 
 def encoder_decoder(c: Mapping[str, Any], asked: Asked) -> EncoderDecoder:
@@ -260,6 +286,8 @@ def seq2seq(c: Mapping[str, Any], asked: Asked) -> Seq2Seq:
             f"model.kind 'seq2seq' takes no mixers and no position, and was given {tuple(c['mixers'])} and "
             f"{c['position']!r}; closest: arch=seq2seq"
         )
+    if asked.inputs or asked.image:
+        raise UserError("model.kind 'seq2seq' reads token ids, and this task brings real numbers; closest: stack")
     needs_source("seq2seq", asked, closest="arch=gru")
     if c["width"] < 2:
         raise UserError(f"model.width {c['width']} must be at least 2: one for each direction of the reader")

@@ -1,8 +1,9 @@
-"""Every knob that is not a mixer's, a position's or a task's own: what it may be, its default, what it does.
+"""Every knob that no mixer, position, task or objective has for itself: what it may be, its default, what it does.
 
-Three keys are choices: `model.mixers`, `model.position` and `data.task`. Each brings a section named after what was
-chosen, filled with that choice's own defaults (`model.mamba.state`, `model.rope.theta`, `data.mqar.length`), so a
-config states only what differs and a run's `config.json` holds only what it used.
+Four keys are choices: `model.mixers`, `model.position`, `data.task` and `objective.kind`. Each brings a section named
+after what was chosen, filled with that choice's own defaults (`model.mamba.state`, `model.rope.theta`,
+`data.mqar.length`, `objective.masked.rate`), so a config states only what differs and a run's `config.json` holds only
+what it used.
 
 Layers that share a mixer may differ: a name of one's own in `model.mixers` has a section that says which mixer it is
 (`model.local.mixer`), perhaps a position of its own (`model.local.position`, `model.local.rope.theta`), and whatever
@@ -19,13 +20,14 @@ from model.block import NORM_ORDERS
 from model.build import DTYPES, KINDS
 from model.layers import NORMS
 from model.mixers import MIXERS
-from model.mlp import MLPS
+from model.mlps import MLPS
 from model.positions import POSITIONS
 from model.settings import (
     Count,
     Dim,
     Fraction,
     Length,
+    Name,
     NotNegative,
     Positive,
     Seed,
@@ -35,16 +37,22 @@ from model.settings import (
     defaults,
     section,
 )
+from train.objective import Smoothing
+from train.objectives import OBJECTIVES
 
 
 @dataclass(frozen=True)
 class Model:
-    # stack: layers of mixers. seq2seq: a GRU reads, another writes and looks back; without mixers or positions, it has
-    # of this section the width (half for each direction of the reader), the dropout and the dtype.
+    # stack: layers of mixers. encoder_decoder: layers that read a source both ways, and layers that write its target
+    # and attend to it. seq2seq: a GRU reads, another writes and looks back; without mixers or positions, it has of this
+    # section the width (half for each direction of the reader), the dropout and the dtype.
     kind: Literal[*KINDS] = "stack"
+    vocab_size: Literal[0] | Dim = 0  # 0: the task's; else no less than that
     width: Dim = 64
     layers: Dim = 2
     mixers: tuple[Literal[*MIXERS], ...] = ("attention",)  # cycled over the layers
+    encoder_layers: Literal[0] | Dim = 0  # of an encoder; 0: as many as layers
+    encoder_mixers: tuple[Literal[*MIXERS], ...] = ()  # cycled over those; (): the same as mixers
     position: Literal[*POSITIONS] = "none"
     causal: bool = True
     norm: Literal[*NORMS] = "rmsnorm"
@@ -61,8 +69,10 @@ class Model:
     depth_init: bool = False  # kernels that end a sub-layer are divided by the root of their number (GPT-2)
     dropout: Annotated[float, at_least(0), below(1)] = 0.0
     tied: bool = True  # one matrix embeds and unembeds
+    patch: Dim = 16  # pixels in a side of the squares that images are cut into
     embed_scale: Positive = 1.0  # factor on the embeddings: the root of the width in Gemma
     embed_norm: Literal["none", "before", "after"] = "none"  # adding positions: BLOOM's, BERT's
+    head_map: Literal["none", "relu", "gelu", "exact_gelu"] = "none"  # a linear map and this, then the final norm: BERT
     unembed_bias: bool = False  # added to the logits
     logit_scale: Positive = 1.0  # factor on the logits
     logit_cap: NotNegative = 0.0  # keeps logits within this by a tanh; 0: off
@@ -70,6 +80,15 @@ class Model:
     scan: bool = True  # one compiled layer, looped; False unrolls the loop: same parameters, same results
     remat: bool = False  # recompute activations in the backward pass
     dtype: Literal[*DTYPES] = "float32"  # of activations; parameters, softmax and recurrent states stay float32
+
+
+@dataclass(frozen=True)
+class Init:
+    # A run's folder, or one of safetensors with the config.json that transformers reads; "": all parameters are fresh.
+    path: str = ""
+    step: Literal["best", "latest"] | Whole = "latest"  # of a run
+    # Regular expressions of whole parameter paths, as `classes/.*`: what stays fresh here, or is left there.
+    fresh: tuple[Name, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,6 +103,7 @@ class Optim:
     eps: Positive = 1e-8
     clip: NotNegative = 1.0  # global norm; 0: off
     accumulate: Count = 1  # micro-batches per step
+    frozen: tuple[Name, ...] = ()  # regular expressions of whole parameter paths that are not trained
     ssm_lr: NotNegative = 1.0  # factor on the learning rate of the parameters a mixer puts in its `ssm` group
 
 
@@ -116,6 +136,12 @@ class Mesh:
 class Data:
     task: Literal[*TASKS] = "mqar"
     seed: Seed = 0  # of the examples themselves, so that runs differing in `seed` are tested on the same ones
+
+
+@dataclass(frozen=True)
+class Objective:
+    kind: Literal[*OBJECTIVES] = "task"
+    label_smoothing: Smoothing = 0.0  # share of a target spread over all answers, in training
 
 
 @dataclass(frozen=True)
@@ -153,9 +179,11 @@ class Base:
         "resume_safe",
     )
     model: Model = Model()
+    init: Init = Init()
     optim: Optim = Optim()
     mesh: Mesh = Mesh()
     data: Data = Data()
+    objective: Objective = Objective()
 
 
 def get_config() -> ConfigDict:

@@ -9,11 +9,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from data import Task, pipeline
+from data import pipeline
 from data.text import Text
 from eval.report import provenance, write
 from eval.restore import Restored
 from train.evaluate import mean, tally
+from train.objective import Objective
 
 
 def accuracy(restored: Restored, *, split: str) -> None:
@@ -39,18 +40,20 @@ def measure(restored: Restored, split: str) -> dict[str, Any]:
     return {
         "examples": min(n for n in (asked, there) if n),
         "targets": int(totals["accuracy"][1]),
-        "metrics": {"accuracy": float(mean(*totals["accuracy"])), "loss": loss} | readings(run.task, loss),
-        "baselines": run.task.baselines(),
-        "slices": {name: slices(labels, *totals[f"accuracy/{name}"]) for name, labels in run.task.attributes.items()},
+        "metrics": {"accuracy": float(mean(*totals["accuracy"])), "loss": loss} | readings(run.objective, loss),
+        "baselines": run.objective.baselines(),
+        "slices": {
+            name: slices(labels, *totals[f"accuracy/{name}"]) for name, labels in run.objective.attributes.items()
+        },
     }
 
 
-def readings(task: Task, loss: float) -> dict[str, float]:
+def readings(objective: Objective, loss: float) -> dict[str, float]:
     """A language model's mean loss, in nats, said in other ways."""
-    if task.kind != "lm":
+    if objective.task.kind != "lm" or not objective.likelihood:
         return {}
     out = {"perplexity": float(np.exp(loss))}
-    if isinstance(task, Text):
+    if isinstance(objective.task, Text):
         out["bits_per_byte"] = loss / math.log(2)
     return out
 

@@ -19,10 +19,14 @@ from model import settings
 from model.contract import Mixer
 from model.errors import choose
 from model.mixers import MIXERS
+from model.mlps.experts import Experts
+from model.mlps.mlp import MLP
 from model.ops.attention import IMPLEMENTATIONS, support_matrix
 from model.positions import POSITIONS, Position
 from train import cli
 from train import config as configs
+from train.objective import Objective
+from train.objectives import OBJECTIVES
 
 
 def catalogue() -> dict[str, dict[str, str]]:
@@ -33,6 +37,7 @@ def catalogue() -> dict[str, dict[str, str]]:
         "attention (model.attention.implementation)": {n: can.summary for n, can in IMPLEMENTATIONS.items()},
         "what each attention implementation serves": served(),
         "tasks (data.task)": {name: first_line(task) for name, task in sorted(data.TASKS.items())},
+        "objectives (objective.kind)": {name: first_line(one) for name, one in sorted(OBJECTIVES.items())},
         "architectures (arch=...)": {name: changed(arch) for name, arch in ARCHS.items()},
         "configs (--config=...)": config_files(Path("configs")),
         "tables (experiments.reproduce)": {name: table.description for name, table in TABLES.items()},
@@ -44,9 +49,11 @@ def described(name: str) -> dict[str, dict[str, str]]:
     declared = {
         "mixer": {mixer: settings.section(cls, without=Mixer) for mixer, cls in MIXERS.items()},
         "position": {position: settings.section(cls, without=Position) for position, cls in POSITIONS.items()},
+        "MLP": {"experts": settings.section(Experts, without=MLP)},
         "task": {task: settings.section(cls) for task, cls in data.TASKS.items()},
+        "objective": {kind: settings.section(cls, without=Objective) for kind, cls in OBJECTIVES.items()},
     }
-    room = {"mixer": "model", "position": "model", "task": "data"}
+    room = {"mixer": "model", "position": "model", "MLP": "model", "task": "data", "objective": "objective"}
     found = {}
     for kind, table in declared.items():
         if name in table:
@@ -95,7 +102,7 @@ def config_files(folder: Path) -> dict[str, str]:
 
 
 def main(argv: list[str]) -> None:
-    cli.refuse_arguments(argv[:1], "list", "names of mixers, positions, tasks and architectures")
+    cli.refuse_arguments(argv[:1], "list", "names of mixers, positions, tasks, objectives and architectures")
     console = Console(highlight=False, soft_wrap=True)
     shown = catalogue() if len(argv) == 1 else dict(itertools.chain(*(described(name).items() for name in argv[1:])))
     for section, names in shown.items():

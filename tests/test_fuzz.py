@@ -13,6 +13,7 @@ from model.mixers import MIXERS
 from model.positions import POSITIONS
 from tests.processes import ROOT, refusals
 from train import config as configs
+from train.objectives import OBJECTIVES
 from train.run import prepare
 
 pytestmark = pytest.mark.scale
@@ -33,6 +34,7 @@ def every_setting() -> Iterator[tuple[tuple[str, ...], str, Any]]:
         *(("model.position=none", f"model.mixers={name}") for name in MIXERS),
         *((f"model.position={name}",) for name in POSITIONS),
         *((f"data.task={name}",) for name in data.TASKS),
+        *((f"objective.kind={name}",) for name in OBJECTIVES),
     ]
     seen = set()
     for choice in choices:

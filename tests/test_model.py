@@ -13,7 +13,7 @@ from model.block import NORM_ORDERS
 from model.documents import document_positions, open_reading
 from model.errors import UserError
 from model.mixers.s4d import INITS, s4d_kernel
-from model.mlp import MLPS, mlp_width
+from model.mlps import MLPS, mlp_width
 from model.ops.conv import fft_conv, short_conv
 from model.ops.scan import IMPLEMENTATIONS, linear_scan, selective_scan
 

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 
+import data
 from configs import archs
 from data import pipeline
 from model import build
@@ -22,7 +23,7 @@ from train import config as configs
 from train import optim, sharding
 from train.log import read
 from train.loop import train
-from train.objective import cross_entropy
+from train.objectives import TaskTargets
 from train.run import prepare
 from train.step import RunState, init_state, train_step
 
@@ -64,7 +65,7 @@ def test_sharding_changes_nothing_but_rounding(mixers):
     run = prepare(config)
     batch = pipeline.batch_at(run.task, 0, "train", config.batch_size, 0)
     tx = optim.optimizer(config.optim, config.steps, build.group_rules(config.model))
-    step = train_step(run.model, cross_entropy({}), tx, optax.constant_schedule(0.0))
+    step = train_step(run.model, run.objective, tx, optax.constant_schedule(0.0))
     one = jax.jit(lambda seed: step(nn.unbox(init_state(run.model, tx, batch, seed)), batch))  # knows of no mesh
     alone, sums = one(np.uint32(config.seed))
     metrics, params = one_step(load(*choice, *MESH))
@@ -171,7 +172,7 @@ def test_golden_step():
 def test_one_step_compiles_once():
     run = prepare(load())
     tx = optim.optimizer(run.config.optim, 10, build.group_rules(run.config.model))
-    step = train_step(run.model, cross_entropy({}), tx, optax.constant_schedule(0.0))
+    step = train_step(run.model, run.objective, tx, optax.constant_schedule(0.0))
     counted = jax.jit(chex.assert_max_traces(step, n=1))
     state = run.init()
     for i in range(3):
@@ -229,7 +230,8 @@ def test_an_update_that_leaves_no_finite_state_is_not_applied(tx):
     zero = jnp.int32(0)
     state = RunState(jnp.uint32(0), zero, params, tx.init(params), zero, zero, zero)
     batch = {"inputs": jnp.arange(4)[None], "targets": jnp.ones((1, 4), int), "weights": jnp.ones((1, 4))}
-    after, sums = jax.jit(train_step(Lookup(), cross_entropy({}), tx, optax.constant_schedule(1.0)))(state, batch)
+    step = train_step(Lookup(), TaskTargets(data.build("mqar", {})), tx, optax.constant_schedule(1.0))
+    after, sums = jax.jit(step)(state, batch)
     assert np.isfinite(sums["loss"][0]) and np.isfinite(sums["grad_norm"][0])
     assert (float(sums["finite"][0]), int(after.nonfinite), int(after.step)) == (0, 1, 1)
     chex.assert_trees_all_equal((after.params, after.opt_state), (state.params, state.opt_state))

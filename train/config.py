@@ -19,17 +19,31 @@ from model.errors import UserError, choose
 from model.mixers import MIXERS
 from model.positions import POSITIONS
 from train.config_file import place, read
+from train.objective import Objective
+from train.objectives import OBJECTIVES
 
-CHOICES = ("model.mixers", "model.position", "data.task")
+CHOICES = (
+    "model.kind",
+    "model.mixers",
+    "model.encoder_mixers",
+    "model.position",
+    "model.mlp",
+    "data.task",
+    "objective.kind",
+)
 
 Declared = dict[str, dataclasses.Field]  # by dotted key
 
 
 def load(spec: str, overrides: Iterable[tuple[str, str]] = ()) -> ConfigDict:
     """The resolved, locked config of `FILE.py[:argument]` or `config.json`, with `(key, text)` overrides."""
-    given = {key: tuples(value) for key, value in flatten(read(spec)).items()}
+    return resolve(read(spec), overrides, spec.partition(":")[0])
+
+
+def resolve(values: Mapping[str, Any], overrides: Iterable[tuple[str, str]] = (), file: str = "") -> ConfigDict:
+    """The same of what a file holds."""
+    given = {key: tuples(value) for key, value in flatten(values).items()}
     asked = dict(overrides)
-    file = spec.partition(":")[0]
     config = base.get_config()
     config.model.update(own_entries(given, asked, file))
     known = declared(config)
@@ -74,12 +88,19 @@ def declared(config: ConfigDict) -> Declared:
     chosen = {
         "model": build.declared(model.mixers, model.position, model),
         "data": {task: settings.section(choose("task", task, data.TASKS))},
+        "objective": of_objective(config.objective.kind),
     }
     known = flatten(settings.section(base.Base)) | flatten(chosen)
     if own := own_names(model):
-        known["model.mixers"] = copy.copy(known["model.mixers"])
-        known["model.mixers"].type = tuple[Literal[*MIXERS, *own], ...]
+        for key in ("model.mixers", "model.encoder_mixers"):
+            known[key] = copy.copy(known[key])
+            known[key].type = tuple[Literal[*MIXERS, *own], ...]
     return known
+
+
+def of_objective(kind: str) -> settings.Section:
+    own = settings.section(choose("objective", kind, OBJECTIVES), without=Objective)
+    return {kind: own} if own else {}
 
 
 def own_names(model: ConfigDict) -> list[str]:
@@ -89,18 +110,19 @@ def own_names(model: ConfigDict) -> list[str]:
 def complete(config: ConfigDict) -> None:
     """Adds the section that each choice brings, with its defaults."""
     for name in own_names(config.model):
-        if name not in config.model.mixers:
+        if name not in build.used(config.model.mixers, config.model):
             del config.model[name]
     for name, defaults in build.sections(config.model.mixers, config.model.position, config.model).items():
         config.model[name] = defaults
     task = config.data.task
     config.data[task] = settings.defaults(settings.section(data.TASKS[task]))
+    config.objective.update(settings.defaults(of_objective(config.objective.kind)))
 
 
 def unused_section(key: str, config: ConfigDict, given: Mapping[str, Any]) -> bool:
-    """Whether a config file's key belongs to a mixer, position or task that was not chosen in the end."""
+    """Whether a config file's key belongs to a mixer, position, task or objective that was not chosen in the end."""
     room, name, *rest = (*key.split("."), "")
-    tables = {"model": {**MIXERS, **POSITIONS}, "data": data.TASKS}
+    tables = {"model": {*MIXERS, *POSITIONS, "experts"}, "data": data.TASKS, "objective": OBJECTIVES}
     own = f"model.{name}.mixer" in given
     if name in tables.get(room, {}) or own:
         return name not in config[room] or (own and rest[0] in POSITIONS and rest[0] not in config[room][name])

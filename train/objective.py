@@ -1,54 +1,140 @@
-"""Objectives: what a model is trained for, `(model, params, batch, rng) -> sums`.
+"""What a model is trained for, as a value: `(model, params, batch, rng) -> sums`.
 
 A sum is a pair (sum, count) by the name of its metric. `loss` is minimised, its sum over its count; both are of the
-whole batch, so that parts of a batch add up. Without `rng` the model is being tested.
+whole batch, so that parts of a batch add up. So are `losses/NAME`, which modules such as a mixture of experts report.
+Without `rng` the model is being tested.
+
+Most objectives are a view of the task's batch (other inputs, other targets, other weights) and one cross-entropy.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from model.asked import ARGUMENTS
+from data import TASKS, Task
+from model.asked import ARGUMENTS, Asked
 from model.build import Model
+from model.errors import UserError
+from model.settings import at_least, below, check_fields
 
 Batch = Mapping[str, jax.Array]
 Sums = dict[str, tuple[jax.Array, jax.Array]]  # metric -> (sum, count)
-Objective = Callable[[Model, Any, Batch, jax.Array | None], Sums]
+Smoothing = Annotated[float, at_least(0), below(1)]
 
 
-def cross_entropy(attributes: Mapping[str, tuple[str, ...]]) -> Objective:
-    """Of the task's own targets: the next token, a class, an answer at each place where it asks.
+@dataclass(frozen=True)
+class Objective:
+    """Fields of a subclass are its section `objective.<name>` in the config, and their types say what they may be."""
 
-    A test slices the accuracy by every bin of the task's attributes.
-    """
+    task: Any  # the Task that it is made of
+    # Of a target's probability, the share spread over all answers (https://arxiv.org/abs/1512.00567) in training.
+    label_smoothing: Smoothing = 0.0
 
-    def objective(model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> Sums:
-        logits, _ = model.apply(
-            {"params": params},
-            batch["inputs"],
-            **arguments(batch),
-            train=rng is not None,
-            rngs=None if rng is None else {"dropout": rng},
-        )
+    name: ClassVar[str]
+    # Whether it makes its own targets from running text.
+    needs_text: ClassVar[bool] = False
+    # Whether its loss is the mean of -log p of what the task asks for, of which the exponential is a perplexity.
+    likelihood: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, f"objective.{self.name}")
+        if self.needs_text and not self.task.next_token:
+            able = ", ".join(name for name, task in TASKS.items() if task.next_token)
+            raise UserError(
+                f"objective {self.name!r} needs running text, and task {self.task.name!r} has none; allowed: "
+                f"data.task={able}; closest: objective.kind=task"
+            )
+        self.check_task(self.task)
+
+    def check_task(self, task: Task) -> None:
+        """Raises UserError if the settings do not go with the task."""
+
+    def check_model(self, model: Model, section: Mapping[str, Any]) -> None:
+        """Raises UserError if a model, that of a config's section, sees its answers or not what they follow from."""
+
+    @property
+    def extra_tokens(self) -> int:
+        """Token ids that it adds after the task's own."""
+        return 0
+
+    @property
+    def asked(self) -> Asked:
+        """What a model must know to be built for it."""
+        asked = self.task.asked
+        return replace(asked, vocab_size=asked.vocab_size + self.extra_tokens)
+
+    def view(self, batch: Batch, rng: jax.Array | None) -> Batch:
+        """The batch that the model is given, of the one that the task made."""
+        return batch
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the sequences that a model is given."""
+        return (self.task.length,)
+
+    @property
+    def attributes(self) -> dict[str, tuple[str, ...]]:
+        """Names of the attributes accuracy is sliced by -> labels of their bins."""
+        return self.task.attributes
+
+    def baselines(self) -> dict[str, float]:
+        """Accuracies of trivial predictors, printed beside results."""
+        return self.task.baselines()
+
+    def __call__(self, model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> Sums:
+        """Loss and accuracy; a test slices the accuracy by every bin of every attribute."""
+        batch = self.view(batch, rng)
+        logits, reports = answers(model, params, batch, rng)
         weights = batch["weights"]
         logits = jnp.where(weights[..., None] > 0, logits, 0)  # what is not asked may be answered by NaN
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]) * weights
+        smoothing = 0.0 if rng is None else self.label_smoothing
+        loss = cross_entropy(logits, batch["targets"], smoothing) * weights
         hits = (jnp.argmax(logits, -1) == batch["targets"]) * weights
         count = weights.sum()
         sums = {"loss": (loss.sum(), count), "accuracy": (hits.sum(), count)}
+        sums |= {name: (value * count, count) for name, value in reports.items()}
         if rng is None:
-            sums |= sliced(attributes, batch, hits)
+            sums |= sliced(self.attributes, batch, hits)
         return sums
 
-    return objective
+
+def answers(model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The model's logits for a batch; and in training what its modules report, by name.
+
+    `losses/NAME` is the sum over layers, for the step to add to the objective's loss; `reports/NAME` is the mean.
+    """
+    (logits, _), sown = model.apply(
+        {"params": params},
+        batch["inputs"],
+        **arguments(batch),
+        train=rng is not None,
+        rngs=None if rng is None else {"dropout": rng},
+        mutable=["losses", "reports"],
+    )
+    reports = {}
+    for kind, over_layers in (("losses", jnp.sum), ("reports", jnp.mean)):
+        found: dict[str, list[jax.Array]] = {}
+        for path, value in jax.tree_util.tree_leaves_with_path(sown.get(kind, {})):
+            found.setdefault(path[-2].key, []).append(value.reshape(-1))
+        reports |= {f"{kind}/{name}": over_layers(jnp.concatenate(values)) for name, values in found.items()}
+    return logits, reports
 
 
 def arguments(batch: Batch) -> Batch:
     """What of a batch a model is called with, besides its inputs."""
     return {name: batch[name] for name in ARGUMENTS if name in batch}
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float = 0.0) -> jax.Array:
+    """-log p of each target; of smoothed ones, a share of the mean of -log p over all answers in its place."""
+    loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    if not smoothing:
+        return loss
+    return (1 - smoothing) * loss - smoothing * jax.nn.log_softmax(logits).mean(-1)
 
 
 def sliced(attributes: Mapping[str, tuple[str, ...]], batch: Batch, hits: jax.Array) -> Sums:

@@ -18,8 +18,9 @@ from model.errors import UserError
 from model.ops.cudnn_attention import deterministic as deterministic_attention
 from train import config as configs
 from train import hosts, sharding
-from train.objective import cross_entropy
-from train.optim import optimizer, schedule
+from train.objective import Objective
+from train.objectives import build as build_objective
+from train.optim import holding, optimizer, schedule
 from train.step import RunState, eval_step, init_state, train_step
 
 
@@ -31,6 +32,7 @@ class Run:
     task: data.Task
     mesh: Mesh
     batch_sharding: NamedSharding
+    objective: Objective
     model: build.Model
     abstract: RunState  # shapes and shardings of the state
     init: Callable[[], RunState]
@@ -42,36 +44,42 @@ class Run:
         return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(self.abstract.params))
 
 
-def prepare(config: ConfigDict) -> Run:
-    """Builds a run; nothing is compiled yet, and a mistake in the config has been told by the time this returns."""
+def prepare(config: ConfigDict, task: data.Task | None = None) -> Run:
+    """Builds a run; nothing is compiled yet, and a mistake in the config has been told by the time this returns.
+
+    Another task may be given than the config's.
+    """
     configs.check(config)
-    task = data.build(config.data.task, config.data[config.data.task].to_dict())
+    task = task or data.build(config.data.task, config.data[config.data.task].to_dict())
     mesh, rules = sharding.make_mesh(config.mesh), sharding.rules_of(config.mesh)
-    sharding.check_batch(mesh, rules, config.batch_size, task.length, config.optim.accumulate)
     for split in ("validation", "test"):
         pipeline.check_countable(task, split, config.eval_batches)
-    model = model_for(task, config)
+    objective = build_objective(config.objective.to_dict(), task)
+    for length in objective.lengths:
+        sharding.check_batch(mesh, rules, config.batch_size, length, config.optim.accumulate)
+    model = model_for(objective, config)
     tx = optimizer(config.optim, config.steps, build.group_rules(config.model))
     example = pipeline.batch_at(task, config.data.seed, "train", 1, 0)
 
     def init(seed: jax.Array) -> RunState:
-        return init_state(model, tx, example, seed)
+        return init_state(model, tx, objective.view(example, None), seed)
 
     # The seed is an argument, so that runs differing in it share their compiled programs.
     seed = np.uint32(config.seed)
-    boxed = jax.eval_shape(init, seed)
+    with sharding.in_force(mesh, rules):  # what the mesh cannot share out is told here
+        boxed = jax.eval_shape(init, seed)
     shardings = sharding.shardings(boxed, mesh, rules)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), nn.unbox(boxed), shardings)
 
     rate = schedule(config.optim, config.steps)
-    objective = cross_entropy(task.attributes)
-    step = train_step(model, objective, tx, rate, config.optim.accumulate)
+    step = train_step(model, holding(objective, config.optim.frozen), tx, rate, config.optim.accumulate)
     replicated = sharding.replicated(mesh)
     return Run(
         config=config,
         task=task,
         mesh=mesh,
         batch_sharding=sharding.batch_sharding(mesh, rules),
+        objective=objective,
         model=model,
         abstract=abstract,
         init=partial(hosts.in_step(jax.jit(lambda seed: nn.unbox(init(seed)), out_shardings=shardings)), seed),
@@ -80,13 +88,10 @@ def prepare(config: ConfigDict) -> Run:
     )
 
 
-def model_for(task: data.Task, config: ConfigDict) -> build.Model:
-    model = build.build(config.model.to_dict(), task.asked)
-    if task.next_token and model.sees_ahead:
-        raise UserError(
-            f"task {task.name!r} asks for the next token, and this model sees it; allowed: model.causal=True and no "
-            "prefix"
-        )
+def model_for(objective: Objective, config: ConfigDict) -> build.Model:
+    section = config.model.to_dict()
+    model = build.build(section, objective.asked)
+    objective.check_model(model, section)
     return model
 
 
@@ -98,16 +103,18 @@ def at_length(run: Run, length: int) -> Run:
         share = placement.shards("batch")  # a row for every device
     try:
         task = data.build(run.task.name, c.data[run.task.name].to_dict() | {"length": length})
-        sharding.check_batch(mesh, rules, share, length, accumulate=1)
+        objective = build_objective(c.objective.to_dict(), task)
+        for each in objective.lengths:
+            sharding.check_batch(mesh, rules, share, each, accumulate=1)
     except UserError as error:
         raise UserError(f"test_lengths has {length!r}: {error}") from None
     examples, room = c.batch_size * c.eval_batches, c.batch_size * run.task.length // length
     c.data[task.name].length = length
     c.batch_size = max((n for n in range(share, room + 1, share) if examples % n == 0), default=share)
     c.eval_batches = examples // c.batch_size
-    model = model_for(task, c)  # the same parameters; where the tail begins may depend on the length
-    step = on_mesh(eval_step(model, cross_entropy(task.attributes)), mesh, c, out_shardings=sharding.replicated(mesh))
-    return dataclasses.replace(run, config=c, task=task, model=model, eval_step=step)
+    model = model_for(objective, c)  # the same parameters; where the tail begins may depend on the length
+    step = on_mesh(eval_step(model, objective), mesh, c, out_shardings=sharding.replicated(mesh))
+    return dataclasses.replace(run, config=c, task=task, objective=objective, model=model, eval_step=step)
 
 
 def on_mesh(function: Callable, mesh: Mesh, config: ConfigDict, **options: Any) -> Callable:

@@ -20,7 +20,7 @@ from model.block import NORM_ORDERS
 from model.build import DTYPES, KINDS
 from model.layers import NORMS
 from model.mixers import MIXERS
-from model.mlp import MLPS
+from model.mlps import MLPS
 from model.positions import POSITIONS
 from model.settings import (
     Count,
@@ -42,12 +42,15 @@ from train.objectives import OBJECTIVES
 
 @dataclass(frozen=True)
 class Model:
-    # stack: layers of mixers. seq2seq: a GRU reads, another writes and looks back; without mixers or positions, it has
-    # of this section the width (half for each direction of the reader), the dropout and the dtype.
+    # stack: layers of mixers. encoder_decoder: layers that read a source both ways, and layers that write its target
+    # and attend to it. seq2seq: a GRU reads, another writes and looks back; without mixers or positions, it has of this
+    # section the width (half for each direction of the reader), the dropout and the dtype.
     kind: Literal[*KINDS] = "stack"
     width: Dim = 64
     layers: Dim = 2
     mixers: tuple[Literal[*MIXERS], ...] = ("attention",)  # cycled over the layers
+    encoder_layers: Literal[0] | Dim = 0  # of an encoder; 0: as many as layers
+    encoder_mixers: tuple[Literal[*MIXERS], ...] = ()  # cycled over those; (): the same as mixers
     position: Literal[*POSITIONS] = "none"
     causal: bool = True
     norm: Literal[*NORMS] = "rmsnorm"
@@ -58,10 +61,15 @@ class Model:
     branch_scale: Positive = 1.0  # factor on what each sub-layer adds
     parallel: bool = False  # mixer and MLP read the same vectors, and both are added
     mlp: Literal[*MLPS] = "swiglu"
-    mlp_width: Literal[0] | Dim = 0  # 0: 4 x width; if gated 8/3 x width, rounded up to a multiple of 32
+    mlp_width: Literal[0] | Dim = 0  # 0: 4 x width; if gated 8/3 x width, rounded up to a multiple
+    mlp_multiple: Dim = 32  # 256 in LLaMA
+    mlp_bias: bool | None = None  # on its linear maps; None: only if not gated
+    depth_init: bool = False  # kernels that end a sub-layer are divided by the root of their number (GPT-2)
     dropout: Annotated[float, at_least(0), below(1)] = 0.0
     tied: bool = True  # one matrix embeds and unembeds
     embed_scale: Positive = 1.0  # factor on the embeddings: the root of the width in Gemma
+    embed_norm: Literal["none", "before", "after"] = "none"  # adding positions: BLOOM's, BERT's
+    unembed_bias: bool = False  # added to the logits
     logit_scale: Positive = 1.0  # factor on the logits
     logit_cap: NotNegative = 0.0  # keeps logits within this by a tanh; 0: off
     pool: Literal["mean", "cls", "last"] = "mean"  # the hidden vector that classification reads

@@ -19,6 +19,8 @@ from model import settings
 from model.contract import Mixer
 from model.errors import choose
 from model.mixers import MIXERS
+from model.mlps.experts import Experts
+from model.mlps.mlp import MLP
 from model.ops.attention import IMPLEMENTATIONS, support_matrix
 from model.positions import POSITIONS, Position
 from train import cli
@@ -47,10 +49,11 @@ def described(name: str) -> dict[str, dict[str, str]]:
     declared = {
         "mixer": {mixer: settings.section(cls, without=Mixer) for mixer, cls in MIXERS.items()},
         "position": {position: settings.section(cls, without=Position) for position, cls in POSITIONS.items()},
+        "MLP": {"experts": settings.section(Experts, without=MLP)},
         "task": {task: settings.section(cls) for task, cls in data.TASKS.items()},
         "objective": {kind: settings.section(cls, without=Objective) for kind, cls in OBJECTIVES.items()},
     }
-    room = {"mixer": "model", "position": "model", "task": "data", "objective": "objective"}
+    room = {"mixer": "model", "position": "model", "MLP": "model", "task": "data", "objective": "objective"}
     found = {}
     for kind, table in declared.items():
         if name in table:

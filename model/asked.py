@@ -11,7 +11,8 @@ class Asked:
     n_classes: int = 0  # 0: it asks for tokens
     tail: int = 0  # tokens of a row from the first one where it may ask to the last; 0: there is no such place
     labels: bool = False  # whether each token is one of the classes, and not the row
+    source: int = 0  # tokens of a second sequence, which the rows of the first are an answer to; 0: there is none
 
 
 # The parts of a batch that a model is called with, by name, besides its inputs.
-ARGUMENTS = ("segments", "at")
+ARGUMENTS = ("segments", "at", "source", "source_segments")

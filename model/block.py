@@ -31,6 +31,7 @@ class Block(nn.Module):
     norm_order: str = "pre"
     residual: bool = True
     branch_scale: float = 1.0  # of what a branch adds
+    init_scale: float = 1.0  # of each branch's last kernel, when parameters are made
     parallel: bool = False
     dropout: float = 0.0
     dtype: Any = jnp.float32
@@ -40,7 +41,10 @@ class Block(nn.Module):
         new: dict[str, State] = {}
 
         def branch(x: jax.Array, name: str, build: Callable[..., Mixer]) -> jax.Array:
-            y, new[name] = build(name=name)(x, ctx, None if state is None else state[name])
+            mixer = build(name=name)
+            y, new[name] = mixer(x, ctx, None if state is None else state[name])
+            if self.init_scale != 1 and self.is_initializing():
+                self.shrink(name, mixer.last)
             return y
 
         if self.parallel:
@@ -66,6 +70,13 @@ class Block(nn.Module):
         y = x + y if self.residual else y
         return self.normed(y, f"{name}_norm") if "after" in order else y
 
+    def shrink(self, name: str, last: str) -> None:
+        """Scales what was just drawn for a branch's last map, if it has one."""
+        made = self.get_variable("params", name)
+        if last in made:
+            scaled = jax.tree.map(lambda leaf: self.init_scale * leaf, made[last])
+            self.put_variable("params", name, {**made, last: scaled})
+
     def normed(self, x: jax.Array, name: str) -> jax.Array:
         return norm(self.norm, self.dtype, name, self.norm_eps)(x)
 
@@ -86,5 +97,5 @@ class Block(nn.Module):
     def init_state(self, batch: int, max_len: int) -> State:
         return {name: part.init_state(batch, max_len) for name, part in self.parts().items()}
 
-    def state_bytes(self, length: int) -> int:
-        return sum(part.state_bytes(length) for part in self.parts().values())
+    def state_bytes(self, length: int, memory: int = 0) -> int:
+        return sum(part.state_bytes(memory if part.reads_memory else length) for part in self.parts().values())

@@ -17,6 +17,7 @@ class TokenHead(nn.Module):
     norm: str = "rmsnorm"
     norm_eps: float = 1e-5
     tied: bool = True  # to the embedding
+    bias: bool = False  # of the logits
     scale: float = 1.0  # of the logits
     soft_cap: float = 0.0  # keeps logits within this by a tanh; 0: off
     dtype: Any = jnp.float32
@@ -34,6 +35,9 @@ class TokenHead(nn.Module):
             logits = embed.attend(x)
         else:
             logits = dense(self.vocab_size, ("embed", "vocab"), self.dtype, "unembed", out=wide(self.dtype))(x)
+        if self.bias:
+            zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("vocab",))
+            logits = logits + self.param("unembed_bias", zeros, (self.vocab_size,), wide(self.dtype))
         logits = logits if self.scale == 1 else self.scale * logits
         return self.soft_cap * jnp.tanh(logits / self.soft_cap) if self.soft_cap else logits
 

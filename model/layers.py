@@ -74,10 +74,12 @@ class Embed(nn.Module):
 NORMS = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}
 
 
-def norm(kind: str, dtype: Any, name: str, eps: float = 1e-5) -> nn.Module:
-    """RMSNorm (https://arxiv.org/abs/1910.07467) or LayerNorm, statistics in float32."""
+def norm(kind: str, dtype: Any, name: str, eps: float = 1e-5, axes: int = 1, learned: bool = True) -> nn.Module:
+    """RMSNorm (https://arxiv.org/abs/1910.07467) or LayerNorm over the last axes, statistics in float32."""
     # The scale is a vector of the width: cheap enough to keep whole on every device.
-    return choose("norm", kind, NORMS)(epsilon=eps, dtype=dtype, param_dtype=wide(dtype), name=name)
+    last = tuple(range(-axes, 0))
+    over = dict(reduction_axes=last, feature_axes=last, use_scale=learned)
+    return choose("norm", kind, NORMS)(epsilon=eps, dtype=dtype, param_dtype=wide(dtype), name=name, **over)
 
 
 def check_divides(what: str, part: int, whole_name: str, whole: int) -> None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from model.block import Block
-from model.contract import Context, State
+from model.contract import SOWN, Context, State
 
 
 class Cycle(nn.Module):
@@ -47,7 +47,7 @@ class Stack(nn.Module):
         if self.repeats:
             body = nn.scan(
                 cycle,
-                variable_axes={"params": 0, "maps": 0},
+                variable_axes={"params": 0, **dict.fromkeys(SOWN, 0)},
                 split_rngs={"params": True, "dropout": True},
                 in_axes=(nn.broadcast, 0),
                 length=self.repeats,
@@ -81,6 +81,6 @@ class Stack(nn.Module):
             rest=opened(self.rest) if self.rest else None,
         )
 
-    def state_bytes(self, length: int) -> int:
-        each = [block(parent=None).state_bytes(length) for block in self.blocks]
+    def state_bytes(self, length: int, memory: int = 0) -> int:
+        each = [block(parent=None).state_bytes(length, memory) for block in self.blocks]
         return self.repeats * sum(each) + sum(each[: len(self.rest)])

@@ -13,7 +13,7 @@ from model.block import NORM_ORDERS
 from model.documents import document_positions, open_reading
 from model.errors import UserError
 from model.mixers.s4d import INITS, s4d_kernel
-from model.mlp import MLPS, mlp_width
+from model.mlps import MLPS, mlp_width
 from model.ops.conv import fft_conv, short_conv
 from model.ops.scan import IMPLEMENTATIONS, linear_scan, selective_scan
 
@@ -161,6 +161,7 @@ CHOICES = [{"norm_order": order} for order in NORM_ORDERS] + [{"mlp": mlp} for m
 CHOICES += [{"parallel": True}, {"residual": False}]
 SCALARS = {"norm_eps": 0.1, "final_norm": False, "embed_scale": 4.0, "branch_scale": 0.5, "logit_scale": 0.5}
 CHOICES += [{key: value} for key, value in SCALARS.items()]
+CHOICES += [dict(embed_norm="before", unembed_bias=True, mlp_bias=True, mlp_multiple=7, depth_init=True)]
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
@@ -270,6 +271,7 @@ def test_bf16_keeps_parameters_and_logits_wide():
         (dict(width=12, position="rope"), "head dim must be even, not 3"),
         (dict(mixers=("mamba",), causal=False), "forward only"),
         (dict(pool="cls"), "pool 'cls'"),
+        (dict(mlp="none", mlp_bias=False), "model.mlp_bias is False, and mlp 'none' has no biases to choose"),
     ],
 )
 def test_mistakes_are_named_before_anything_compiles(changes, words):

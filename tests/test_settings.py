@@ -39,6 +39,14 @@ def test_what_a_type_admits(kind, good, bad):
     assert not any(admits(kind, value) for value in bad)
 
 
+def test_a_setting_may_be_of_another_type_than_its_default():
+    key = "model.attention.qk_norm"
+    values = {text: configs.flatten(configs.load("configs/debug.py", [(key, text)]))[key] for text in ("True", "all")}
+    assert values == {"True": True, "all": "all"}
+    with pytest.raises(UserError, match=rf"{key} is 'al'; allowed: True or False, or all; closest: all"):
+        configs.load("configs/debug.py", [(key, "al")])
+
+
 @pytest.mark.parametrize(
     ("kind", "value", "told"),
     [

@@ -22,7 +22,15 @@ from train.config_file import place, read
 from train.objective import Objective
 from train.objectives import OBJECTIVES
 
-CHOICES = ("model.mixers", "model.position", "data.task", "objective.kind")
+CHOICES = (
+    "model.kind",
+    "model.mixers",
+    "model.encoder_mixers",
+    "model.position",
+    "model.mlp",
+    "data.task",
+    "objective.kind",
+)
 
 Declared = dict[str, dataclasses.Field]  # by dotted key
 
@@ -80,8 +88,9 @@ def declared(config: ConfigDict) -> Declared:
     }
     known = flatten(settings.section(base.Base)) | flatten(chosen)
     if own := own_names(model):
-        known["model.mixers"] = copy.copy(known["model.mixers"])
-        known["model.mixers"].type = tuple[Literal[*MIXERS, *own], ...]
+        for key in ("model.mixers", "model.encoder_mixers"):
+            known[key] = copy.copy(known[key])
+            known[key].type = tuple[Literal[*MIXERS, *own], ...]
     return known
 
 
@@ -97,7 +106,7 @@ def own_names(model: ConfigDict) -> list[str]:
 def complete(config: ConfigDict) -> None:
     """Adds the section that each choice brings, with its defaults."""
     for name in own_names(config.model):
-        if name not in config.model.mixers:
+        if name not in build.used(config.model.mixers, config.model):
             del config.model[name]
     for name, defaults in build.sections(config.model.mixers, config.model.position, config.model).items():
         config.model[name] = defaults
@@ -109,7 +118,7 @@ def complete(config: ConfigDict) -> None:
 def unused_section(key: str, config: ConfigDict, given: Mapping[str, Any]) -> bool:
     """Whether a config file's key belongs to a mixer, position, task or objective that was not chosen in the end."""
     room, name, *rest = (*key.split("."), "")
-    tables = {"model": {**MIXERS, **POSITIONS}, "data": data.TASKS, "objective": OBJECTIVES}
+    tables = {"model": {*MIXERS, *POSITIONS, "experts"}, "data": data.TASKS, "objective": OBJECTIVES}
     own = f"model.{name}.mixer" in given
     if name in tables.get(room, {}) or own:
         return name not in config[room] or (own and rest[0] in POSITIONS and rest[0] not in config[room][name])
@@ -128,7 +137,8 @@ def put(config: ConfigDict, known: Declared, key: str, value: Any, file: str = "
     *rooms, leaf = key.split(".")
     for name in rooms:
         config = config[name]
-    config[leaf] = settings.fit(field.type, value)
+    with config.ignore_type():  # which would hold a setting to the type of its default
+        config[leaf] = settings.fit(field.type, value)
 
 
 def siblings(key: str, known: Iterable[str]) -> str:

@@ -1,7 +1,8 @@
 """What a model is trained for, as a value: `(model, params, batch, rng) -> sums`.
 
 A sum is a pair (sum, count) by the name of its metric. `loss` is minimised, its sum over its count; both are of the
-whole batch, so that parts of a batch add up. Without `rng` the model is being tested.
+whole batch, so that parts of a batch add up. So are `losses/NAME`, which modules such as a mixture of experts report.
+Without `rng` the model is being tested.
 
 Most objectives are a view of the task's batch (other inputs, other targets, other weights) and one cross-entropy.
 """
@@ -87,7 +88,7 @@ class Objective:
     def __call__(self, model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> Sums:
         """Loss and accuracy; a test slices the accuracy by every bin of every attribute."""
         batch = self.view(batch, rng)
-        logits = answers(model, params, batch, rng)
+        logits, reports = answers(model, params, batch, rng)
         weights = batch["weights"]
         logits = jnp.where(weights[..., None] > 0, logits, 0)  # what is not asked may be answered by NaN
         smoothing = 0.0 if rng is None else self.label_smoothing
@@ -95,21 +96,32 @@ class Objective:
         hits = (jnp.argmax(logits, -1) == batch["targets"]) * weights
         count = weights.sum()
         sums = {"loss": (loss.sum(), count), "accuracy": (hits.sum(), count)}
+        sums |= {name: (value * count, count) for name, value in reports.items()}
         if rng is None:
             sums |= sliced(self.attributes, batch, hits)
         return sums
 
 
-def answers(model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> jax.Array:
-    """The model's logits for a batch."""
-    logits, _ = model.apply(
+def answers(model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The model's logits for a batch; and in training what its modules report, by name.
+
+    `losses/NAME` is the sum over layers, for the step to add to the objective's loss; `reports/NAME` is the mean.
+    """
+    (logits, _), sown = model.apply(
         {"params": params},
         batch["inputs"],
         **arguments(batch),
         train=rng is not None,
         rngs=None if rng is None else {"dropout": rng},
+        mutable=["losses", "reports"],
     )
-    return logits
+    reports = {}
+    for kind, over_layers in (("losses", jnp.sum), ("reports", jnp.mean)):
+        found: dict[str, list[jax.Array]] = {}
+        for path, value in jax.tree_util.tree_leaves_with_path(sown.get(kind, {})):
+            found.setdefault(path[-2].key, []).append(value.reshape(-1))
+        reports |= {f"{kind}/{name}": over_layers(jnp.concatenate(values)) for name, values in found.items()}
+    return logits, reports
 
 
 def arguments(batch: Batch) -> Batch:

@@ -63,7 +63,8 @@ def prepare(config: ConfigDict) -> Run:
 
     # The seed is an argument, so that runs differing in it share their compiled programs.
     seed = np.uint32(config.seed)
-    boxed = jax.eval_shape(init, seed)
+    with sharding.in_force(mesh, rules):  # what the mesh cannot share out is told here
+        boxed = jax.eval_shape(init, seed)
     shardings = sharding.shardings(boxed, mesh, rules)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), nn.unbox(boxed), shardings)
 

@@ -52,7 +52,7 @@ def train_step(
 
         def total(params):
             sums = objective(model, params, batch, rng)
-            return sums["loss"][0], sums
+            return sum(pair[0] for name, pair in sums.items() if name == "loss" or name.startswith("losses/")), sums
 
         return jax.grad(total, has_aux=True)(params)
 

@@ -1,5 +1,6 @@
 """Softmax attention with a key-value cache, whole or a ring."""
 
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
@@ -9,12 +10,14 @@ import jax.numpy as jnp
 from model.cache import Cache, Full, Ring
 from model.contract import Context, Mixer, State, wide
 from model.errors import UserError
-from model.layers import check_divides, dense, fan_in, norm
+from model.layers import Dense, check_divides, dense, fan_in, norm
 from model.ops.attention import IMPLEMENTATIONS, attention, attention_weights
 from model.ops.mask import CAUSAL, FULL, Mask, Prefix, window
 from model.ops.product import product
 from model.positions.position import Position
-from model.settings import Dim, Length, NotNegative, Whole
+from model.settings import Dim, Length, NotNegative, Positive, Whole
+
+Biases = Literal["none", "qkv", "all"]  # on no projection; those of queries, keys and values; every one
 
 
 class Attention(Mixer):
@@ -24,11 +27,15 @@ class Attention(Mixer):
 
     n_heads: Dim = 4
     n_kv_heads: Literal[0] | Dim = 0  # 0: as many as n_heads
+    head_dim: Literal[0] | Dim = 0  # 0: width / n_heads
+    bias: Biases = "none"  # projections that have one
     score: Literal["dot", "additive", "multiplicative"] = "dot"  # scaled; Bahdanau's; Luong's
+    scale: Positive | None = None  # factor on the scores; None: 1 / sqrt(head_dim) of dot, 1 of the others
     window: Length | None = None  # a token sees those less than this far away; None: all
     sink_tokens: Whole = 0  # first tokens that stay visible outside the window, positions counted in the cache
     prefix: Whole = 0  # the first tokens of a document see each other both ways
-    qk_norm: bool = False  # queries and keys are normalised per head
+    qk_norm: bool | Literal["all"] = False  # queries and keys are normalised per head; all: over all heads together
+    qk_norm_eps: Positive = 1e-5
     soft_cap: NotNegative = 0.0  # keeps scores within this by a tanh; 0: off
     sinks: bool = False  # a learned logit per head that takes weight and gives nothing
     gate: bool = False  # the output is gated, elementwise, by a sigmoid of the input
@@ -40,6 +47,11 @@ class Attention(Mixer):
     @property
     def kv_heads(self) -> int:
         return self.n_kv_heads or self.n_heads
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """How many of queries, how many of keys and values, and their dim."""
+        return self.n_heads, self.kv_heads, self.head_dim or self.width // self.n_heads
 
     @property
     def mask(self) -> Mask:
@@ -54,8 +66,8 @@ class Attention(Mixer):
         return not self.causal or self.prefix > 0
 
     def check(self, position: Position) -> None:
-        check_heads("attention", self.n_heads, self.kv_heads, self.width)
-        position.check(self.width // self.n_heads)
+        check_heads("attention", self.n_heads, self.kv_heads, self.width, self.head_dim)
+        position.check(self.heads[2])
         if self.sink_tokens:
             self.check_streaming(position)
         name = type(position).__name__.lower()
@@ -63,8 +75,6 @@ class Attention(Mixer):
             raise UserError(f"position {name!r} stretches with the length, and a window never grows; use scaling 'ntk'")
         if self.score == "additive" and rotates(position):
             raise UserError(f"position {name!r} turns queries and keys, which additive scores do not compare by angle")
-        if position.causal_only and not (self.causal and not self.prefix):
-            raise UserError(f"position {name!r} is for causal models; set model.causal=True and no prefix")
 
     def check_streaming(self, position: Position) -> None:
         if self.window is None or not self.causal or self.prefix:
@@ -75,45 +85,39 @@ class Attention(Mixer):
 
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
-        position = self.position(name="position", dtype=self.dtype)
-        self.check(position)
-        if state is not None and not self.causal:
-            raise UserError("a bidirectional model cannot carry a state; set model.causal=True to generate")
-        H, G, K = self.n_heads, self.kv_heads, self.width // self.n_heads
-        q = dense((H, K), ("embed", "heads", None), self.dtype, "q")(x)
-        k = dense((G, K), ("embed", "heads", None), self.dtype, "k")(x)
-        v = dense((G, K), ("embed", "heads", None), self.dtype, "v")(x)
+        position, at, span = begin(self, x, ctx, state)
+        H, _, K = self.heads
+        q, k, v = queries_keys_values(self, self.heads, x, x)
         if self.qk_norm:
-            q, k = norm("rmsnorm", self.dtype, "q_norm")(q), norm("rmsnorm", self.dtype, "k_norm")(k)
-        call = self.scoring(position)
+            normed = dict(eps=self.qk_norm_eps, axes=2 if self.qk_norm == "all" else 1)
+            q = norm("rmsnorm", self.dtype, "q_norm", **normed)(q)
+            k = norm("rmsnorm", self.dtype, "k_norm", **normed)(k)
+        call = self.scoring(position, ctx)
         if self.score == "multiplicative":
             per_head = nn.with_logical_partitioning(nn.initializers.orthogonal(), ("heads", None, None))
             between = self.param("between", per_head, (H, K, K), wide(self.dtype))
-            q, call["scale"] = product("blhk,hkj->blhj", q, between), 1.0
+            q = product("blhk,hkj->blhj", q, between)
 
         # Keys in a ring are turned when read, each time counted from the ring's own beginning.
         streams = bool(self.sink_tokens) or (self.window is not None and state is not None)
         if not streams:
-            at = arange(x) if ctx.positions is None else ctx.positions
-            span = x.shape[1] if state is None else state["segments"].shape[1]
             q, k = position.rotate_queries(q, at, span), position.rotate_keys(k, at, span)
         if state is None:
             call |= whole_row(ctx, call)
         else:
-            new = cacheable(ctx, x.shape, k=k, v=v)
-            seen, state = self.cache.extend(state, new)
-            k, v = seen["k"], seen["v"]
-            call |= dict(q_positions=new["positions"], k_positions=seen["positions"])
-            call |= dict(q_segments=new["segments"], k_segments=seen["segments"])
+            seen, places, state = remember(self.cache, ctx, state, k=k, v=v)
+            k, v, call = seen["k"], seen["v"], call | places
         y = stream(self, position, q, k, v, **call) if streams else look(self, q, k, v, **call)
         if self.gate:
-            y = y * nn.sigmoid(dense((H, K), ("embed", "heads", None), self.dtype, "gate")(x))
-        return dense(self.width, ("heads", None, "embed"), self.dtype, "out", inputs=2)(y), state
+            y = y * nn.sigmoid(dense((H, K), INTO_HEADS, self.dtype, "gate", bias=self.bias == "all")(x))
+        return out_of_heads(self, y), state
 
-    def scoring(self, position: Position) -> dict[str, Any]:
+    def scoring(self, position: Position, ctx: Context) -> dict[str, Any]:
         """How the op is to score: everything but queries, keys and their places."""
-        H, K, f = self.n_heads, self.width // self.n_heads, wide(self.dtype)
-        call = dict(mask=self.mask, soft_cap=self.soft_cap, bias=position.bias(H, self.causal))
+        (H, _, K), f = self.heads, wide(self.dtype)
+        scale = 1.0 if self.scale is None and self.score == "multiplicative" else self.scale
+        bias = ctx.bias if position.shares else position.bias(H, self.causal)
+        call = dict(mask=self.mask, scale=scale, soft_cap=self.soft_cap, bias=bias)
         if self.sinks:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("heads",))
             call["sinks"] = self.param("sinks", zeros, (H,), f)
@@ -125,8 +129,7 @@ class Attention(Mixer):
 
     @property
     def cache(self) -> Cache:
-        head = (self.kv_heads, self.width // self.n_heads)
-        entries = (("k", head), ("v", head))
+        entries = (("k", self.heads[1:]), ("v", self.heads[1:]))
         if self.window is None:
             return Full(entries, self.dtype)
         return Ring(entries, self.dtype, self.window, self.sink_tokens)
@@ -136,6 +139,41 @@ class Attention(Mixer):
 
     def state_bytes(self, length: int) -> int:
         return self.cache.bytes(length)
+
+
+INTO_HEADS = ("embed", "heads", None)  # logical axes of a kernel [D, H, K]
+
+
+def queries_keys_values(
+    mixer: Mixer, heads: tuple[int, int, int], x: jax.Array, source: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries `[B, L, H, K]` of x, and keys and values `[B, M, G, K]` of a source that may be another sequence."""
+    H, G, K = heads
+    made = partial(into_heads, mixer)
+    return made("q", (H, K))(x), made("k", (G, K))(source), made("v", (G, K))(source)
+
+
+def into_heads(mixer: Mixer, name: str, heads: tuple[int, int]) -> Dense:
+    """A projection `[B, L, D]` -> `[B, L, H, K]`."""
+    return dense(heads, INTO_HEADS, mixer.dtype, name, bias=mixer.bias != "none")
+
+
+def out_of_heads(mixer: Mixer, y: jax.Array) -> jax.Array:
+    """The last projection, `[B, L, D]`; y: [B, L, H, V]."""
+    return dense(mixer.width, ("heads", None, "embed"), mixer.dtype, "out", inputs=2, bias=mixer.bias == "all")(y)
+
+
+def begin(mixer: Mixer, x: jax.Array, ctx: Context, state: State) -> tuple[Position, jax.Array, int]:
+    """How every softmax mixer begins: its position encoding, checked; where the tokens stand; the context's span."""
+    position = mixer.position(name="position", dtype=mixer.dtype)
+    mixer.check(position)
+    if position.causal_only and mixer.sees_ahead:
+        name = type(position).__name__.lower()
+        raise UserError(f"position {name!r} is for causal models; set model.causal=True and no prefix")
+    if state is not None and not mixer.causal:
+        raise UserError("a bidirectional model cannot carry a state; set model.causal=True to generate")
+    at = arange(x) if ctx.positions is None else ctx.positions
+    return position, at, x.shape[1] if state is None else state["segments"].shape[1]
 
 
 def look(mixer: Mixer, q: jax.Array, k: jax.Array, v: jax.Array, **call: Any) -> jax.Array:
@@ -195,19 +233,25 @@ def whole_row(ctx: Context, call: dict[str, Any]) -> dict[str, jax.Array | None]
     return dict(q_positions=at, k_positions=at, q_segments=ctx.segments, k_segments=ctx.segments)
 
 
-def cacheable(ctx: Context, shape: tuple[int, ...], **entries: jax.Array) -> dict[str, jax.Array]:
-    """The entries of these tokens with their positions and documents, as a cache takes them."""
-    B, L = shape[:2]
+def remember(
+    cache: Cache, ctx: Context, state: State, **entries: jax.Array
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array], State]:
+    """Writes tokens into a cache: what there is to attend to, where queries and keys stand, and the state after."""
+    B, L = next(iter(entries.values())).shape[:2]
     segments = jnp.ones((B, L), jnp.int32) if ctx.segments is None else ctx.segments
-    return dict(**entries, positions=jnp.broadcast_to(ctx.positions, (B, L)), segments=segments)
+    new = dict(**entries, positions=jnp.broadcast_to(ctx.positions, (B, L)), segments=segments)
+    seen, state = cache.extend(state, new)
+    places = dict(q_positions=new["positions"], k_positions=seen["positions"])
+    return seen, places | dict(q_segments=new["segments"], k_segments=seen["segments"]), state
 
 
 def rotates(position: Position) -> bool:
     return type(position).rotate_queries is not Position.rotate_queries
 
 
-def check_heads(section: str, heads: int, kv_heads: int, width: int) -> None:
-    check_divides(f"model.{section}.n_heads", heads, "model.width", width)
+def check_heads(section: str, heads: int, kv_heads: int, width: int, head_dim: int) -> None:
+    if not head_dim:
+        check_divides(f"model.{section}.n_heads", heads, "model.width", width)
     if kv_heads > heads:
         raise UserError(f"n_kv_heads {kv_heads} is more than n_heads {heads}; closest: {heads}")
     check_divides(f"model.{section}.n_kv_heads", kv_heads, f"model.{section}.n_heads", heads)

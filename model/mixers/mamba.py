@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from model.contract import Context, Mixer, State, wide
 from model.documents import neighbours
 from model.errors import UserError
-from model.layers import dense
+from model.layers import dense, norm
 from model.mixers.state_space import log_uniform
 from model.ops.conv import conv_tail, short_conv
 from model.ops.scan import IMPLEMENTATIONS, selective_scan
@@ -45,8 +45,11 @@ class Mamba(Mixer):
     dt_rank: Literal[0] | Dim = 0  # 0: ceil(width / 16)
     dt_min: Positive = 0.001
     dt_max: Positive = 0.1
+    norm: Literal["none", "learned", "plain"] = "none"  # of dt, B and C: with a learned scale (Jamba), or without one
+    norm_eps: Positive = 1e-5
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the scan; None picks
 
+    forward_only: ClassVar[bool] = True
     groups: ClassVar[dict[str, str]] = {
         "A_log": "ssm",
         "D": "ssm",
@@ -68,6 +71,10 @@ class Mamba(Mixer):
         c = nn.silu(short_conv(u, kernel, conv_bias, past["conv"], *neighbours(ctx)))
 
         low, B, C = jnp.split(dense(R + 2 * N, ("inner", None), self.dtype, "x")(c), [R, R + N], axis=-1)
+        if self.norm != "none":
+            normed = dict(eps=self.norm_eps, learned=self.norm == "learned")
+            parts = dict(dt_norm=low, B_norm=B, C_norm=C)
+            low, B, C = (norm("rmsnorm", f, name, **normed)(part) for name, part in parts.items())
         dt_kernel = self.param("dt", nn.with_logical_partitioning(uniform(R**-0.5), (None, "inner")), (R, E), f)
         dt_init = nn.with_logical_partitioning(inverse_softplus_dt(self.dt_min, self.dt_max), ("inner",))
         dt = jax.nn.softplus(low.astype(f) @ dt_kernel + self.param("dt_bias", dt_init, (E,), f))

@@ -4,7 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from transformers import Mamba2Config, MambaConfig, RecurrentGemmaConfig, RwkvConfig
+from transformers import FalconMambaConfig, JambaConfig, Mamba2Config, MambaConfig, RecurrentGemmaConfig, RwkvConfig
+from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMixer
+from transformers.models.jamba.modeling_jamba import JambaMambaMixer
 from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from transformers.models.recurrent_gemma import modeling_recurrent_gemma as recurrent_gemma
@@ -54,27 +56,42 @@ def conv(weight: torch.Tensor) -> torch.Tensor:
     return weight.T[:, None]
 
 
-@pytest.mark.parametrize("form", ["whole", "carried"])
-def test_mamba(form):
-    E, N, R = 2 * D, 5, 3
-    config = MambaConfig(
-        hidden_size=D, state_size=N, expand=2, intermediate_size=E, time_step_rank=R, conv_kernel=W, num_hidden_layers=1
-    )
-    module = MambaMixer(config, 0)
+def mamba_of(norm, N, R):
+    """Theirs: Mamba's, Jamba's with learned norms of dt, B and C, Falcon's with plain ones."""
+    inner = dict(hidden_size=D, num_hidden_layers=1)
+    if norm == "learned":
+        sizes = dict(mamba_d_state=N, mamba_expand=2, mamba_dt_rank=R, mamba_d_conv=W, rms_norm_eps=0.03)
+        return JambaMambaMixer(JambaConfig(**inner, **sizes), 0)
+    sizes = dict(state_size=N, expand=2, intermediate_size=2 * D, time_step_rank=R, conv_kernel=W)
+    if norm == "plain":
+        return FalconMambaMixer(
+            FalconMambaConfig(**inner, **sizes, mixer_rms_eps=0.03), 0, initialize_mixer_weights=False
+        )
+    return MambaMixer(MambaConfig(**inner, **sizes), 0)
 
-    def theirs(x, into, kernel, conv_bias, low, dt, dt_bias, A_log, skip, out):
+
+@pytest.mark.parametrize("form", ["whole", "carried"])
+@pytest.mark.parametrize("norm", ["none", "learned", "plain"])
+def test_mamba(norm, form):
+    E, N, R = 2 * D, 5, 3
+    module = mamba_of(norm, N, R)
+
+    def theirs(x, into, kernel, conv_bias, low, dt, dt_bias, A_log, skip, out, **scales):
         weights = {"in_proj.weight": into.reshape(D, 2 * E).T, "conv1d.weight": conv(kernel), "conv1d.bias": conv_bias}
         weights |= {"x_proj.weight": low.T, "dt_proj.weight": dt.T, "dt_proj.bias": dt_bias}
+        weights |= {f"{name.lower().replace('_', '_layer')}.weight": scale for name, scale in scales.items()}
         return call(module, weights | {"A_log": A_log, "D": skip, "out_proj.weight": out.T}, x)
 
-    mixer = Mamba(width=D, state=N, dt_rank=R, conv=W)
+    mixer = Mamba(width=D, state=N, dt_rank=R, conv=W, norm=norm, norm_eps=0.03)
 
-    def ours(x, into, kernel, conv_bias, low, dt, dt_bias, A_log, skip, out):
+    def ours(x, into, kernel, conv_bias, low, dt, dt_bias, A_log, skip, out, **scales):
         tree = kernels(x=low, out=out) | {"in": {"kernel": into}, "conv": kernel, "conv_bias": conv_bias}
+        tree |= {name: {"scale": scale} for name, scale in scales.items()}
         return apply(mixer, x, tree | dict(dt=dt, dt_bias=dt_bias, A_log=A_log, D=skip), form)
 
     shapes = dict(x=(B, L, D), into=(D, 2, E), kernel=(W, E), conv_bias=(E,), low=(E, R + 2 * N), dt=(R, E))
     shapes |= dict(dt_bias=(E,), A_log=(E, N), skip=(E,), out=(E, D))
+    shapes |= dict(dt_norm=(R,), B_norm=(N,), C_norm=(N,)) if norm == "learned" else {}
     agree(theirs, ours, small(shapes, dt_bias=-1))
 
 

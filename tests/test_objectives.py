@@ -19,6 +19,7 @@ from model.errors import UserError
 from tests.processes import fork
 from train import config as configs
 from train import log, optim, sharding
+from train.denoising import Infilling, SpanCorruption
 from train.loop import train
 from train.objective import Objective, cross_entropy
 from train.objectives import OBJECTIVES, Masked, PrefixLM, TaskTargets
@@ -35,6 +36,8 @@ NEEDS = {
     "task": [],
     "prefix_lm": [("objective.prefix_lm.prefix", "5"), ("model.attention.prefix", "5")],
     "masked": [("model.causal", "False")],
+    "span_corruption": [("model.kind", "encoder_decoder")],
+    "infilling": [("model.kind", "encoder_decoder")],
 }
 
 
@@ -109,7 +112,7 @@ def test_masks_are_new_at_each_step_and_the_same_in_every_test(task, batch):
 def test_rows_past_the_end_of_a_split_count_for_nothing(task, batch):
     weights = batch["weights"].copy()
     weights[5:] = 0
-    for objective in (Masked(task), PrefixLM(task, prefix=3)):
+    for objective in (Masked(task), PrefixLM(task, prefix=3), SpanCorruption(task), Infilling(task)):
         seen = np.asarray(objective.view({**batch, "weights": weights}, None)["weights"])
         assert seen[:5].any(axis=1).all() and not seen[5:].any()
 
@@ -121,6 +124,39 @@ def test_prefix_lm_does_not_ask_for_the_prefix(task, batch):
     packed = {**batch, "segments": np.array([[1] * 9 + [2] * 5 + [0] * 2] * B, np.int32)}
     weights = np.asarray(PrefixLM(task, prefix=3).view(packed, None)["weights"])[0]
     assert weights[:14].tolist() == [0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1], "in every document"
+
+
+@pytest.mark.quick
+def test_span_corruption_shows_a_source_and_asks_for_its_target(task, batch):
+    """Ids after the text's: the end, then the sentinels, of which the first is the highest."""
+    objective = SpanCorruption(task, density=0.25, mean_span=2.0, sentinels=7)
+    V, end, first = task.vocab_size, task.vocab_size, task.vocab_size + 7
+    assert (objective.asked.vocab_size, objective.asked.source) == (V + 8, 16 - 4 + 2 + 1)
+    seen = {name: np.asarray(array) for name, array in objective.view(batch, jax.random.key(0)).items()}
+    assert set(seen) == {"inputs", "targets", "weights", "source"}
+    assert seen["source"].shape == (B, 15) and seen["targets"].shape == seen["weights"].shape == (B, 4 + 2 + 1)
+    assert objective.lengths == (L, 15, 7)
+    assert (seen["inputs"][:, 1:] == seen["targets"][:, :-1]).all() and (seen["inputs"][:, 0] == end).all()
+    for row, source, target in zip(batch["inputs"], seen["source"].tolist(), seen["targets"].tolist(), strict=True):
+        assert source[-1] == target[-1] == end
+        assert [x for x in source if x > V] == [x for x in target if x > V] == [first, first - 1]
+        here, there = source.index(first), source.index(first - 1)
+        split = target.index(first - 1)
+        text = source[:here] + target[1:split] + source[here + 1 : there] + target[split + 1 : -1]
+        assert text + source[there + 1 : -1] == row.tolist()
+
+
+@pytest.mark.quick
+def test_infilling_asks_for_the_whole_text(task, batch):
+    objective = Infilling(task, rate=0.5)
+    end, mask = task.vocab_size, task.vocab_size + 1
+    assert (objective.asked.vocab_size, objective.asked.source) == (mask + 1, L)
+    seen = {name: np.asarray(array) for name, array in objective.view(batch, jax.random.key(0)).items()}
+    assert (seen["targets"] == np.pad(batch["inputs"], ((0, 0), (0, 1)), constant_values=end)).all()
+    assert (seen["inputs"] == np.pad(batch["inputs"], ((0, 0), (1, 0)), constant_values=end)).all()
+    for row, source, real in zip(batch["inputs"], seen["source"], seen["source_segments"], strict=True):
+        shown = source[(real > 0) & (source != mask)]
+        assert len(shown) == L - 8 and np.isin(shown, row).all() and (source[real > 0] == mask).any()
 
 
 def reads(model, params, inputs, **arguments):
@@ -161,6 +197,23 @@ def test_what_prefix_lm_asks_for_is_not_seen(text, batch):
     assert (found[:4, :5] > 0).all() and not asked[:4].any(), "inside the prefix the next token is seen, and not asked"
 
 
+@pytest.mark.parametrize("kind", ["span_corruption", "infilling"])
+def test_what_a_decoder_is_asked_for_is_not_seen(kind, text, batch):
+    """It reads its source and what it has written; nothing hidden is in the source."""
+    run, params = built(text, kind)
+    seen = {name: array[:1] for name, array in run.objective.view(batch, jax.random.key(3)).items()}
+    more = {name: array for name, array in seen.items() if name.startswith("source")}
+    inputs, source = np.asarray(seen["inputs"])[0], np.asarray(seen["source"])[0]
+    source = source[np.asarray(more.get("source_segments", more["source"] >= 0))[0] > 0]
+    found = reads(run.model, params, inputs, **more)
+    fresh = np.array([token not in source for token in inputs])  # those that the decoder alone is given
+    ahead = np.triu(np.ones((len(inputs), len(inputs)), bool), 1)
+    assert (found[:, inputs][ahead & fresh] == 0).all() and (found[:, inputs][~ahead & fresh] > 0).all()
+    assert (found[:, source] > 0).all(), "all of the source is read"
+    hidden = np.setdiff1d(batch["inputs"][0], source)
+    assert len(hidden) == {"span_corruption": 2, "infilling": 5}[kind]
+
+
 @pytest.mark.quick
 def test_label_smoothing_spreads_a_share_of_the_target_in_training_alone(task, batch):
     logits, targets = jax.random.normal(jax.random.key(0), (B, L, 256)), batch["targets"]
@@ -170,7 +223,7 @@ def test_label_smoothing_spreads_a_share_of_the_target_in_training_alone(task, b
 
     class Says:
         def apply(self, variables, inputs, **arguments):
-            return logits, None
+            return (logits, None), {}
 
     trained, tested = (TaskTargets(task, 0.1)(Says(), {}, batch, rng) for rng in (jax.random.key(0), None))
     plain = TaskTargets(task)(Says(), {}, batch, jax.random.key(0))
@@ -231,6 +284,28 @@ REFUSED = {
         "prefix_lm",
         [("objective.prefix_lm.prefix", "17"), ("model.attention.prefix", "17")],
         "prefix is 17, and rows of task 'text' have 16 tokens; closest: 16",
+    ),
+    "one sequence": (
+        "span_corruption",
+        [],
+        "cannot be served by model.kind 'stack'; allowed: encoder_decoder; closest: model.kind=encoder_decoder",
+    ),
+    "text that is to be two sequences": ("task", [("model.kind", "encoder_decoder")], "this task asks at every token"),
+    "masks for a decoder": ("masked", [("model.kind", "encoder_decoder")], "this task asks at every token"),
+    "a decoder with a prefix": (
+        "infilling",
+        [*NEEDS["infilling"], ("model.attention.prefix", "4"), ("model.mixers", "attention")],
+        "asks a decoder for the next token, and this one sees it; allowed: no prefix",
+    ),
+    "more spans than sentinels": (
+        "span_corruption",
+        [*NEEDS["span_corruption"], ("objective.span_corruption.sentinels", "1"), ("data.text.length", "64")],
+        "sentinels is 1, and rows of 64 tokens have 3 spans; allowed: at least as many; closest: 3",
+    ),
+    "rows of one token": (
+        "span_corruption",
+        [*NEEDS["span_corruption"], ("data.text.length", "1")],
+        "at least 2 tokens; data.text.length is 1",
     ),
     "an unknown objective": ("maskd", [], "objective.kind is 'maskd'; allowed: task, .*closest: masked"),
     "another's setting": (

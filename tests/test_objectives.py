@@ -369,11 +369,12 @@ def test_every_objective_is_listed_with_its_settings():
 @pytest.mark.parametrize("kind", OBJECTIVES)
 def test_a_run_learns_and_is_tested_by_its_objective(kind, text, tmp_path):
     rate = [("optim.lr", "0.01"), ("steps", "40"), ("eval_every", "0"), ("checkpoint_every", "0")]
-    result = train(load(text, kind, *NEEDS[kind], *rate), str(tmp_path))
+    result = train(load(text, kind, *NEEDS[kind], *rate, ("test_lengths", "24")), str(tmp_path))
     losses = [line["loss"] for line in log.read(tmp_path / "metrics.jsonl") if "loss" in line]
     assert losses[0] > 5 and np.mean(losses[-5:]) < 2.5, losses
     found = measure(restore(str(tmp_path), "latest"), "test")
     assert found["metrics"]["loss"] == pytest.approx(result["metrics"]["test/loss"], rel=1e-5)
+    assert result["metrics"]["test/length_24/loss"] < 5, "the same model, asked at another length"
     assert found["metrics"]["accuracy"] > found["baselines"]["chance"]
     if OBJECTIVES[kind].likelihood:
         assert found["metrics"]["perplexity"] == pytest.approx(math.exp(found["metrics"]["loss"]))

@@ -41,6 +41,7 @@ class Task:
     kind: ClassVar[str]  # lm, classify, label
     n_classes: ClassVar[int] = 0  # classify and label only
     next_token: ClassVar[bool] = False  # whether targets are the inputs one token on, to be read by who sees ahead
+    running_text: ClassVar[bool] = False  # whether rows are text of which other targets can be made
     block: ClassVar[int] = 1  # examples made together from one random stream, where that is faster
     pair: ClassVar[bool] = False  # whether an example is of two rows
     by_epoch: ClassVar[bool] = False  # whether a finite training set changes from epoch to epoch

@@ -20,6 +20,7 @@ from model.asked import ARGUMENTS, Asked
 from model.build import Model
 from model.errors import UserError
 from model.settings import at_least, below, check_fields
+from train import corruption
 
 Batch = Mapping[str, jax.Array]
 Sums = dict[str, tuple[jax.Array, jax.Array]]  # metric -> (sum, count)
@@ -37,13 +38,15 @@ class Objective:
     name: ClassVar[str]
     # Whether it makes its own targets from running text.
     needs_text: ClassVar[bool] = False
+    # The values of `model.kind` that can serve it; (): any.
+    model_kinds: ClassVar[tuple[str, ...]] = ()
     # Whether its loss is the mean of -log p of what the task asks for, of which the exponential is a perplexity.
     likelihood: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_fields(self, f"objective.{self.name}")
-        if self.needs_text and not self.task.next_token:
-            able = ", ".join(name for name, task in TASKS.items() if task.next_token)
+        if self.needs_text and not self.task.running_text:
+            able = ", ".join(name for name, task in TASKS.items() if task.running_text)
             raise UserError(
                 f"objective {self.name!r} needs running text, and task {self.task.name!r} has none; allowed: "
                 f"data.task={able}; closest: objective.kind=task"
@@ -52,6 +55,14 @@ class Objective:
 
     def check_task(self, task: Task) -> None:
         """Raises UserError if the settings do not go with the task."""
+
+    def check_kind(self, kind: str) -> None:
+        """Raises UserError if models of a kind cannot serve it."""
+        if self.model_kinds and kind not in self.model_kinds:
+            raise UserError(
+                f"objective {self.name!r} cannot be served by model.kind {kind!r}; allowed: "
+                f"{', '.join(self.model_kinds)}; closest: model.kind={self.model_kinds[0]}"
+            )
 
     def check_model(self, model: Model, section: Mapping[str, Any]) -> None:
         """Raises UserError if a model, that of a config's section, sees its answers or not what they follow from."""
@@ -122,6 +133,16 @@ def answers(model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> t
             found.setdefault(path[-2].key, []).append(value.reshape(-1))
         reports |= {f"{kind}/{name}": over_layers(jnp.concatenate(values)) for name, values in found.items()}
     return logits, reports
+
+
+def row_keys(rng: jax.Array | None, tokens: jax.Array) -> jax.Array:
+    """A key for each row `[B]` of tokens to be corrupted by; a test asks the same each time."""
+    return corruption.row_keys(jax.random.key(0) if rng is None else rng, tokens)
+
+
+def row_weights(batch: Batch) -> jax.Array:
+    """The weight `[B]` of each row: 0 where it is past the end of its split."""
+    return (batch["weights"] > 0).any(axis=1).astype(batch["weights"].dtype)
 
 
 def arguments(batch: Batch) -> Batch:

@@ -90,6 +90,7 @@ def prepare(config: ConfigDict, task: data.Task | None = None) -> Run:
 
 def model_for(objective: Objective, config: ConfigDict) -> build.Model:
     section = config.model.to_dict()
+    objective.check_kind(section["kind"])
     model = build.build(section, objective.asked)
     objective.check_model(model, section)
     return model

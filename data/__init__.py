@@ -4,12 +4,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from data.dates import Dates
 from data.induction import Induction
 from data.listops import ListOps
 from data.mqar import Mqar
 from data.selective_copying import SelectiveCopying
+from data.strings import Copy, Reverse, Sort
 from data.task import SPLITS, Task
 from data.text import Text
+from data.translate import Translate
 from model.errors import UserError, choose, closest
 
 TASKS: dict[str, type[Task]] = {
@@ -18,6 +21,11 @@ TASKS: dict[str, type[Task]] = {
     "induction": Induction,
     "listops": ListOps,
     "text": Text,
+    "copy": Copy,
+    "reverse": Reverse,
+    "sort": Sort,
+    "dates": Dates,
+    "translate": Translate,
 }
 
 __all__ = ["SPLITS", "TASKS", "Task", "build"]

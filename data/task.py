@@ -37,6 +37,7 @@ class Task:
     kind: ClassVar[str]  # lm, classify
     n_classes: ClassVar[int] = 0  # classify only
     next_token: ClassVar[bool] = False  # whether targets are the inputs one token on, to be read by who sees ahead
+    whole_answers: ClassVar[bool] = False  # whether an answer that is right in all places counts besides
     block: ClassVar[int] = 1  # examples made together from one random stream, where that is faster
     by_epoch: ClassVar[bool] = False  # whether a finite training set changes from epoch to epoch
 
@@ -56,6 +57,15 @@ class Task:
     def asked(self) -> Asked:
         """What a model must know to be built for this task."""
         return Asked(self.vocab_size, self.n_classes, self.tail)
+
+    @property
+    def target_length(self) -> int:
+        """Tokens of the rows that answers are read off: `inputs`."""
+        return self.length
+
+    def resized(self, length: int) -> dict[str, Any]:
+        """The fields that another length changes."""
+        return {"length": length}
 
     def sizes(self) -> dict[str, int | None]:
         """Examples per split; None: an endless stream of fresh ones."""

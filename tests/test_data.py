@@ -18,6 +18,11 @@ SECTIONS = {
     "induction": {"length": 20},
     "listops": SHORT_LISTOPS | {"n_train": 50, "n_validation": 21, "n_test": 10},
     "text": {"length": 16},
+    "copy": {"length": 9, "min_length": 6, "vocab_size": 8},
+    "reverse": {"length": 9, "min_length": 5},
+    "sort": {"length": 9, "min_length": 6},
+    "dates": {},
+    "translate": {"length": 12, "nouns": 5, "verbs": 3, "adjectives": 2},
 }
 
 
@@ -68,7 +73,10 @@ def test_batches_are_pure(task):
 def test_examples_keep_the_contract(task, split):
     B = 8
     batch = batch_at(task, 0, split, B, 0)
-    assert batch["inputs"].shape == (B, task.length)
+    assert batch["inputs"].shape == (B, task.target_length)
+    if task.asked.source:
+        assert batch["source"].shape == batch["source_segments"].shape == (B, task.length)
+        assert 0 <= batch["source"].min() <= batch["source"].max() < task.vocab_size
     assert 0 <= batch["inputs"].min() <= batch["inputs"].max() < task.vocab_size
     assert batch["weights"].dtype == np.float32
     assert all(a.dtype == np.int32 for key, a in batch.items() if key != "weights")

@@ -19,10 +19,11 @@ Sums = dict[str, tuple[jax.Array, jax.Array]]  # metric -> (sum, count)
 Objective = Callable[[Model, Any, Batch, jax.Array | None], Sums]
 
 
-def cross_entropy(attributes: Mapping[str, tuple[str, ...]]) -> Objective:
+def cross_entropy(attributes: Mapping[str, tuple[str, ...]], whole_answers: bool = False) -> Objective:
     """Of the task's own targets: the next token, a class, an answer at each place where it asks.
 
-    A test slices the accuracy by every bin of the task's attributes.
+    A test slices the accuracy by every bin of the task's attributes. `whole_answers`: rows that are right in every
+    place count as well.
     """
 
     def objective(model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> Sums:
@@ -41,6 +42,8 @@ def cross_entropy(attributes: Mapping[str, tuple[str, ...]]) -> Objective:
         sums = {"loss": (loss.sum(), count), "accuracy": (hits.sum(), count)}
         if rng is None:
             sums |= sliced(attributes, batch, hits)
+        if whole_answers:
+            sums |= exact(attributes if rng is None else {}, batch, hits)
         return sums
 
     return objective
@@ -59,4 +62,19 @@ def sliced(attributes: Mapping[str, tuple[str, ...]], batch: Batch, hits: jax.Ar
         sums[f"accuracy/{name}"] = tuple(
             jax.ops.segment_sum(values.reshape(-1), bins, len(labels)) for values in (hits, batch["weights"])
         )
+    return sums
+
+
+def exact(attributes: Mapping[str, tuple[str, ...]], batch: Batch, hits: jax.Array) -> Sums:
+    """Rows whose every target is hit, also within the bins of attributes, which are the same all along a row.
+
+    All of an answer is then what the model would write by itself, taking the likeliest token each time.
+    """
+    weights = batch["weights"]
+    rows = (weights > 0).any(-1).astype(jnp.float32)
+    right = (hits >= weights).all(-1) * rows
+    sums = {"exact": (right.sum(), rows.sum())}
+    for name, labels in attributes.items():
+        bins = batch[f"attr_{name}"].max(-1)  # padding has 0
+        sums[f"exact/{name}"] = tuple(jax.ops.segment_sum(values, bins, len(labels)) for values in (right, rows))
     return sums

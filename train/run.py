@@ -47,7 +47,8 @@ def prepare(config: ConfigDict) -> Run:
     configs.check(config)
     task = data.build(config.data.task, config.data[config.data.task].to_dict())
     mesh, rules = sharding.make_mesh(config.mesh), sharding.rules_of(config.mesh)
-    sharding.check_batch(mesh, rules, config.batch_size, task.length, config.optim.accumulate)
+    for length in (task.length, task.target_length):
+        sharding.check_batch(mesh, rules, config.batch_size, length, config.optim.accumulate)
     for split in ("validation", "test"):
         pipeline.check_countable(task, split, config.eval_batches)
     model = model_for(task, config)
@@ -64,7 +65,7 @@ def prepare(config: ConfigDict) -> Run:
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), nn.unbox(boxed), shardings)
 
     rate = schedule(config.optim, config.steps)
-    objective = cross_entropy(task.attributes)
+    objective = cross_entropy(task.attributes, task.whole_answers)
     step = train_step(model, objective, tx, rate, config.optim.accumulate)
     replicated = sharding.replicated(mesh)
     return Run(
@@ -97,16 +98,22 @@ def at_length(run: Run, length: int) -> Run:
     with sharding.in_force(mesh, rules):
         share = placement.shards("batch")  # a row for every device
     try:
-        task = data.build(run.task.name, c.data[run.task.name].to_dict() | {"length": length})
+        changed = run.task.resized(length)
+        task = data.build(run.task.name, c.data[run.task.name].to_dict() | changed)
         sharding.check_batch(mesh, rules, share, length, accumulate=1)
     except UserError as error:
         raise UserError(f"test_lengths has {length!r}: {error}") from None
     examples, room = c.batch_size * c.eval_batches, c.batch_size * run.task.length // length
-    c.data[task.name].length = length
+    c.data[task.name].update(changed)
     c.batch_size = max((n for n in range(share, room + 1, share) if examples % n == 0), default=share)
     c.eval_batches = examples // c.batch_size
     model = model_for(task, c)  # the same parameters; where the tail begins may depend on the length
-    step = on_mesh(eval_step(model, cross_entropy(task.attributes)), mesh, c, out_shardings=sharding.replicated(mesh))
+    step = on_mesh(
+        eval_step(model, cross_entropy(task.attributes, task.whole_answers)),
+        mesh,
+        c,
+        out_shardings=sharding.replicated(mesh),
+    )
     return dataclasses.replace(run, config=c, task=task, model=model, eval_step=step)
 
 

@@ -258,7 +258,7 @@ def test_pieces_and_padding_in_every_form(cell, attention):
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_one_vector_is_all_that_is_known_of_a_source(cell):
     """As large whatever the source's length, made of both ends of the encoder, and without parameters to look with."""
-    model, variables, run = form(cell, False)
+    _, variables, run = form(cell, False)
     assert not {"W_a", "v_a", "U_a"} & set(variables["params"])
     _, state = run(variables, TARGET[:, :1], None, {}, None, SOURCE)
     assert state["source"].annotations.shape == (3, 1, 2 * D) and len(jax.tree.leaves(state["source"])) == 1
@@ -274,9 +274,9 @@ def test_one_vector_is_all_that_is_known_of_a_source(cell):
 
 
 def test_the_forget_gate_is_open_at_the_start():
-    for attention in (True, False):
-        np.testing.assert_array_equal(form("lstm", attention)[1]["params"]["bias"][1], 1)
-        np.testing.assert_array_equal(form("gru", attention)[1]["params"]["bias"], 0)
+    for attends in (True, False):
+        np.testing.assert_array_equal(form("lstm", attends)[1]["params"]["bias"][1], 1)
+        np.testing.assert_array_equal(form("gru", attends)[1]["params"]["bias"], 0)
 
 
 def test_it_needs_a_source():

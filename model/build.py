@@ -25,7 +25,7 @@ from model.mlps.experts import Experts
 from model.mlps.mlp import FORMS, MLP
 from model.positions import POSITIONS, Position
 from model.positions.grid import Grid
-from model.seq2seq import Seq2Seq
+from model.seq2seq import Seq2Seq, Settings
 from model.sequence import SequenceModel
 from model.settings import Section, defaults, section
 from model.stack import Stack
@@ -34,6 +34,9 @@ Model = SequenceModel | EncoderDecoder | Seq2Seq
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16, "float64": jnp.float64}
 
+
+# Sections that a model's kind brings.
+KIND_SECTIONS = {"seq2seq": Settings}
 
 INSIDE = [name for name, position in POSITIONS.items() if position.needs_attention]
 
@@ -72,6 +75,8 @@ def declared(mixers: tuple[str, ...], position: str, given: Mapping[str, Any] = 
             found[name] = section(Entry) | found[name] | of_position(one.position or "none")
     if "experts" in mlps(given, used(mixers, given)):
         found["experts"] = section(Experts, without=MLP)
+    if (kind := given.get("kind")) in KIND_SECTIONS:
+        found[kind] = section(KIND_SECTIONS[kind])
     return found | of_position(position)
 
 
@@ -172,7 +177,7 @@ def encoder_decoder(c: Mapping[str, Any], asked: Asked) -> EncoderDecoder:
     reading = c["encoder_mixers"] or c["mixers"]
     check(c, (*c["mixers"], *c["encoder_mixers"]))
     check_reads_both_ways(c, reading)
-    return EncoderDecoder(
+    model = EncoderDecoder(
         vocab_size=asked.vocab_size,
         width=c["width"],
         encoder=backbone_of(c, reading, c["encoder_layers"] or c["layers"], causal=False),
@@ -183,6 +188,9 @@ def encoder_decoder(c: Mapping[str, Any], asked: Asked) -> EncoderDecoder:
         embed_scale=c["embed_scale"],
         dtype=dtype_of(c),
     )
+    if asked.source and model.sees_ahead:
+        raise UserError("the decoder reads its own answers, and a prefix lets it see the next; allowed: prefix 0")
+    return model
 
 
 def backbone_of(
@@ -290,7 +298,7 @@ def position_of(c: Mapping[str, Any], name: str) -> Callable[..., Position]:
 
 
 def seq2seq(c: Mapping[str, Any], asked: Asked) -> Seq2Seq:
-    """A reader of what comes before a row's tail, and a writer of the tail."""
+    """A recurrent reader of a source, and a writer of its target."""
     if c["mixers"] or c["position"] != "none":
         raise UserError(
             f"model.kind 'seq2seq' takes no mixers and no position, and was given {tuple(c['mixers'])} and "
@@ -301,8 +309,15 @@ def seq2seq(c: Mapping[str, Any], asked: Asked) -> Seq2Seq:
     needs_source("seq2seq", asked, closest="arch=gru")
     if c["width"] < 2:
         raise UserError(f"model.width {c['width']} must be at least 2: one for each direction of the reader")
-    # Half for each direction, so that an annotation, which holds both, has the width of a stack's vectors.
-    return Seq2Seq(asked.vocab_size, c["width"] // 2, asked.tail, c["dropout"], dtype_of(c))
+    return Seq2Seq(
+        vocab_size=asked.vocab_size,
+        width=c["width"] // 2,  # for each direction, so that an annotation has the width of a stack's vectors
+        target=asked.tail,
+        dropout=c["dropout"],
+        dtype=dtype_of(c),
+        source=asked.source,
+        **c["seq2seq"],
+    )
 
 
 KINDS = {"stack": stack, "encoder_decoder": encoder_decoder, "seq2seq": seq2seq}

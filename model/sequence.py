@@ -20,6 +20,7 @@ class SequenceModel(nn.Module):
     head: Callable[..., Head]
 
     shortest_prompt: ClassVar[int] = 1  # tokens from which it can go on
+    source: ClassVar[int] = 0  # it reads one sequence
 
     @nn.compact
     def __call__(
@@ -78,6 +79,10 @@ class SequenceModel(nn.Module):
     def limit(self) -> int | None:
         """The number of positions that it can place; None: any."""
         return self.bare().limit()
+
+    def source_limit(self) -> None:
+        """None: it reads no source."""
+        return None
 
     def init_state(self, batch: int, max_len: int) -> State:
         """An empty past of every layer, for generation."""

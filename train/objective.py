@@ -85,7 +85,7 @@ class Objective:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Of the sequences that a model is given."""
-        return (self.task.length,)
+        return self.task.length, self.task.target_length
 
     @property
     def attributes(self) -> dict[str, tuple[str, ...]]:
@@ -110,6 +110,8 @@ class Objective:
         sums |= {name: (value * count, count) for name, value in reports.items()}
         if rng is None:
             sums |= sliced(self.attributes, batch, hits)
+        if self.task.whole_answers:
+            sums |= exact(self.attributes if rng is None else {}, batch, hits)
         return sums
 
 
@@ -166,4 +168,19 @@ def sliced(attributes: Mapping[str, tuple[str, ...]], batch: Batch, hits: jax.Ar
         sums[f"accuracy/{name}"] = tuple(
             jax.ops.segment_sum(values.reshape(-1), bins, len(labels)) for values in (hits, batch["weights"])
         )
+    return sums
+
+
+def exact(attributes: Mapping[str, tuple[str, ...]], batch: Batch, hits: jax.Array) -> Sums:
+    """Rows whose every target is hit, also within the bins of attributes, which are the same all along a row.
+
+    All of an answer is then what the model would write by itself, taking the likeliest token each time.
+    """
+    weights = batch["weights"]
+    rows = (weights > 0).any(-1).astype(jnp.float32)
+    right = (hits >= weights).all(-1) * rows
+    sums = {"exact": (right.sum(), rows.sum())}
+    for name, labels in attributes.items():
+        bins = batch[f"attr_{name}"].max(-1)  # padding has 0
+        sums[f"exact/{name}"] = tuple(jax.ops.segment_sum(values, bins, len(labels)) for values in (right, rows))
     return sums

@@ -42,8 +42,9 @@ from train.objectives import OBJECTIVES
 
 @dataclass(frozen=True)
 class Model:
-    # stack: layers of mixers. seq2seq: a GRU reads, another writes and looks back; without mixers or positions, it has
-    # of this section the width (half for each direction of the reader), the dropout and the dtype.
+    # stack: layers of mixers, which read a pair of rows as one. towers: the same layers over each row of a pair.
+    # seq2seq: a GRU reads, another writes and looks back; without mixers or positions, it has of this section the
+    # width (half for each direction of the reader), the dropout and the dtype.
     kind: Literal[*KINDS] = "stack"
     width: Dim = 64
     layers: Dim = 2

@@ -26,6 +26,7 @@ from model.seq2seq import Seq2Seq
 from model.sequence import SequenceModel
 from model.settings import Section, defaults, section
 from model.stack import Stack
+from model.towers import CosineHead, PairHead, TowerInput
 
 Model = SequenceModel | Seq2Seq
 
@@ -91,6 +92,10 @@ def build(config: Mapping[str, Any], asked: Asked) -> Model:
 
 def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
     """Layers of mixers. Wherever a task asks, they answer."""
+    if asked.pair and not asked.n_classes:
+        raise UserError(
+            "model.kind 'stack' reads both rows of a pair as one, and has no vector of each to compare; closest: towers"
+        )
     check(c, asked)
     c, dtype = with_grid(c, asked), DTYPES[c["dtype"]]
     layers = partial(
@@ -121,6 +126,19 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
         logits = dict(tied=c["tied"], bias=c["unembed_bias"], scale=c["logit_scale"], soft_cap=c["logit_cap"])
         head = partial(TokenHead, **shared, **logits, vocab_size=asked.vocab_size)
     return SequenceModel(input_for(c, asked, dtype), backbone, head)
+
+
+def towers(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
+    """The layers of a stack over each row of a pair, and a head that compares what comes of both."""
+    if not asked.pair:
+        raise UserError(
+            "model.kind 'towers' reads pairs of rows, and this task's stand alone; allowed: tasks of pairs, such as "
+            "matching; closest: stack"
+        )
+    one = stack(c, replace(asked, pair=False, n_classes=asked.n_classes or 2))
+    shared = {key: value for key, value in one.head.keywords.items() if key != "n_classes"}
+    head = partial(PairHead, n_classes=asked.n_classes) if asked.n_classes else CosineHead
+    return one.clone(input=partial(TowerInput, **one.input.keywords), head=partial(head, **shared))
 
 
 def has_cls(c: Mapping[str, Any], asked: Asked) -> bool:
@@ -199,7 +217,7 @@ def seq2seq(c: Mapping[str, Any], asked: Asked) -> Seq2Seq:
     return Seq2Seq(asked.vocab_size, c["width"] // 2, asked.tail, c["dropout"], DTYPES[c["dtype"]])
 
 
-KINDS = {"stack": stack, "seq2seq": seq2seq}
+KINDS = {"stack": stack, "towers": towers, "seq2seq": seq2seq}
 
 
 def check(c: Mapping[str, Any], asked: Asked) -> None:

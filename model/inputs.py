@@ -114,6 +114,37 @@ class ImageTextInput(TokenInput):
         return self.image(width=self.width, parent=None).n_patches + length
 
 
+class PairInput(TokenInput):
+    """Both texts of a pair in one row, a separator between them: a cross-encoder, as BERT reads pairs.
+
+    The separator is the last of the ids. Vectors of the two sides differ by one that is learned for each.
+    """
+
+    def setup(self) -> None:
+        super().setup()
+        self.sides = Embed(2, self.width, dtype=self.dtype)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        segments: Segments = None,
+        other: jax.Array | None = None,
+        other_segments: Segments = None,
+    ) -> Row:
+        (B, L), M = tokens.shape, other.shape[1]
+        separator = jnp.full((B, 1), self.vocab_size - 1, tokens.dtype)
+        x = super().__call__(jnp.concatenate([tokens, separator, other], axis=1)).x
+        side = (jnp.arange(L + 1 + M) > L).astype(jnp.int32)
+        if segments is not None or other_segments is not None:  # one document: each text sees the other
+            real = [jnp.ones(t.shape, bool) if s is None else s > 0 for t, s in ((tokens, segments), (separator, None))]
+            real += [jnp.ones(other.shape, bool) if other_segments is None else other_segments > 0]
+            segments = jnp.concatenate(real, axis=1).astype(jnp.int32)
+        return Row(x + self.sides(side), segments)
+
+    def row_length(self, length: int) -> int:
+        return 2 * length + 1
+
+
 def input_for(c: Mapping[str, Any], asked: Asked, dtype: Any) -> Callable[..., Input]:
     """The input that a task's rows call for, by the settings of a config's model section."""
     shared = dict(width=c["width"], dtype=dtype)
@@ -124,4 +155,6 @@ def input_for(c: Mapping[str, Any], asked: Asked, dtype: Any) -> Callable[..., I
     if asked.inputs is not None:
         return partial(linear, **shared)
     tokens = dict(shared, vocab_size=asked.vocab_size, scale=c["embed_scale"])
+    if asked.pair:
+        return partial(PairInput, **tokens | dict(vocab_size=asked.vocab_size + 1))
     return partial(ImageTextInput, **tokens, image=linear) if image else partial(TokenInput, **tokens)

@@ -14,6 +14,7 @@ from model.documents import document_positions, open_reading
 from model.errors import UserError, choose
 from model.settings import Fraction, Length, above, at_most
 from train import corruption
+from train.contrastive import Contrastive
 from train.objective import Batch, Objective
 
 Share = Annotated[float, above(0), at_most(1)]
@@ -148,7 +149,7 @@ def whole_rows(batch: Batch) -> jax.Array:
     return (batch["weights"] > 0).any(axis=1).astype(batch["weights"].dtype)
 
 
-OBJECTIVES: dict[str, type[Objective]] = {one.name: one for one in (TaskTargets, PrefixLM, Masked)}
+OBJECTIVES: dict[str, type[Objective]] = {one.name: one for one in (TaskTargets, PrefixLM, Masked, Contrastive)}
 
 
 def build(section: Mapping[str, Any], task: Task) -> Objective:

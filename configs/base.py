@@ -27,6 +27,7 @@ from model.settings import (
     Dim,
     Fraction,
     Length,
+    Name,
     NotNegative,
     Positive,
     Seed,
@@ -43,12 +44,16 @@ from train.objectives import OBJECTIVES
 @dataclass(frozen=True)
 class Model:
     # stack: layers of mixers, which read a pair of rows as one. towers: the same layers over each row of a pair.
-    # seq2seq: a GRU reads, another writes and looks back; without mixers or positions, it has of this section the
-    # width (half for each direction of the reader), the dropout and the dtype.
+    # encoder_decoder: layers that read a source both ways, and layers that write its target and attend to it. seq2seq:
+    # a GRU reads, another writes and looks back; without mixers or positions, it has of this section the width (half
+    # for each direction of the reader), the dropout and the dtype.
     kind: Literal[*KINDS] = "stack"
+    vocab_size: Literal[0] | Dim = 0  # 0: the task's; else no less than that
     width: Dim = 64
     layers: Dim = 2
     mixers: tuple[Literal[*MIXERS], ...] = ("attention",)  # cycled over the layers
+    encoder_layers: Literal[0] | Dim = 0  # of an encoder; 0: as many as layers
+    encoder_mixers: tuple[Literal[*MIXERS], ...] = ()  # cycled over those; (): the same as mixers
     position: Literal[*POSITIONS] = "none"
     causal: bool = True
     norm: Literal[*NORMS] = "rmsnorm"
@@ -68,6 +73,7 @@ class Model:
     patch: Dim = 16  # pixels in a side of the squares that images are cut into
     embed_scale: Positive = 1.0  # factor on the embeddings: the root of the width in Gemma
     embed_norm: Literal["none", "before", "after"] = "none"  # adding positions: BLOOM's, BERT's
+    head_map: Literal["none", "relu", "gelu", "exact_gelu"] = "none"  # a linear map and this, then the final norm: BERT
     unembed_bias: bool = False  # added to the logits
     logit_scale: Positive = 1.0  # factor on the logits
     logit_cap: NotNegative = 0.0  # keeps logits within this by a tanh; 0: off
@@ -75,6 +81,15 @@ class Model:
     scan: bool = True  # one compiled layer, looped; False unrolls the loop: same parameters, same results
     remat: bool = False  # recompute activations in the backward pass
     dtype: Literal[*DTYPES] = "float32"  # of activations; parameters, softmax and recurrent states stay float32
+
+
+@dataclass(frozen=True)
+class Init:
+    # A run's folder, or one of safetensors with the config.json that transformers reads; "": all parameters are fresh.
+    path: str = ""
+    step: Literal["best", "latest"] | Whole = "latest"  # of a run
+    # Regular expressions of whole parameter paths, as `classes/.*`: what stays fresh here, or is left there.
+    fresh: tuple[Name, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -89,6 +104,7 @@ class Optim:
     eps: Positive = 1e-8
     clip: NotNegative = 1.0  # global norm; 0: off
     accumulate: Count = 1  # micro-batches per step
+    frozen: tuple[Name, ...] = ()  # regular expressions of whole parameter paths that are not trained
     ssm_lr: NotNegative = 1.0  # factor on the learning rate of the parameters a mixer puts in its `ssm` group
 
 
@@ -164,6 +180,7 @@ class Base:
         "resume_safe",
     )
     model: Model = Model()
+    init: Init = Init()
     optim: Optim = Optim()
     mesh: Mesh = Mesh()
     data: Data = Data()

@@ -6,13 +6,14 @@ An input is called with the task's rows, their segments and whatever else it tak
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from model.asked import Asked, Image
+from model.asked import Asked, Image, Vectors
+from model.contract import wide
 from model.layers import Dense, Embed, check_divides
 
 Segments = jax.Array | None
@@ -40,11 +41,18 @@ def patch_grid(image: Image, patch: int) -> tuple[int, int]:
     return image.height // patch, image.width // patch
 
 
+def n_values(inputs: Vectors | Image, patch: int) -> int:
+    """Numbers in a vector, or in a patch."""
+    return inputs.channels * (patch**2 if isinstance(inputs, Image) else 1)
+
+
 class Input(nn.Module):
     """What all inputs have in common: the width of their vectors, and what others ask of them."""
 
     width: int
     dtype: Any = jnp.float32
+
+    vocab_size: ClassVar[int] = 0  # it takes no tokens
 
     def row_length(self, length: int) -> int:
         """Vectors that a task's rows of `length` tokens become."""
@@ -79,12 +87,21 @@ class LinearInput(Input):
 
     patch: int | None = None  # the side of the squares that images `[B, height, width, C]` are cut into
     n_patches: int = 0
+    masks: bool = False  # whether some may be masked: one learned vector then stands in their place
 
     def setup(self) -> None:
         self.embed = Dense((self.width,), (None, "embed"), bias=True, dtype=self.dtype)
+        if self.masks:
+            init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("embed",))
+            self.mask = self.param("mask", init, (self.width,), wide(self.dtype))
 
-    def __call__(self, values: jax.Array, segments: Segments = None) -> Row:
-        return Row(self.embed(patches(values, self.patch) if self.patch else values), segments)
+    def __call__(self, values: jax.Array, segments: Segments = None, masked: jax.Array | None = None) -> Row:
+        """`masked`, of each vector `[B, L]` or each pixel `[B, height, width]`; a patch is masked as a whole."""
+        x = self.embed(patches(values, self.patch) if self.patch else values)
+        if masked is not None:
+            masked = patches(masked[..., None], self.patch)[..., :1] if self.patch else masked[..., None]
+            x = jnp.where(masked, self.mask.astype(x.dtype), x)
+        return Row(x, segments)
 
     def row_length(self, length: int) -> int:
         return self.n_patches if self.patch else length
@@ -153,7 +170,7 @@ def input_for(c: Mapping[str, Any], asked: Asked, dtype: Any) -> Callable[..., I
     if isinstance(image, Image):
         linear = partial(LinearInput, patch=c["patch"], n_patches=math.prod(patch_grid(image, c["patch"])))
     if asked.inputs is not None:
-        return partial(linear, **shared)
+        return partial(linear, **shared, masks=asked.values)
     tokens = dict(shared, vocab_size=asked.vocab_size, scale=c["embed_scale"])
     if asked.pair:
         return partial(PairInput, **tokens | dict(vocab_size=asked.vocab_size + 1))

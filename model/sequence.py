@@ -51,6 +51,11 @@ class SequenceModel(nn.Module):
         return self.backbone(parent=None)
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids that it embeds."""
+        return self.input(parent=None).vocab_size
+
+    @property
     def causal(self) -> bool:
         """Whether every layer can go on from a state, so that the model can generate."""
         return self.bare().causal

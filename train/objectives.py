@@ -15,6 +15,7 @@ from model.errors import UserError, choose
 from model.settings import Fraction, Length, above, at_most
 from train import corruption
 from train.contrastive import Contrastive
+from train.masked_values import MaskedValues
 from train.objective import Batch, Objective
 
 Share = Annotated[float, above(0), at_most(1)]
@@ -149,7 +150,9 @@ def whole_rows(batch: Batch) -> jax.Array:
     return (batch["weights"] > 0).any(axis=1).astype(batch["weights"].dtype)
 
 
-OBJECTIVES: dict[str, type[Objective]] = {one.name: one for one in (TaskTargets, PrefixLM, Masked, Contrastive)}
+OBJECTIVES: dict[str, type[Objective]] = {
+    one.name: one for one in (TaskTargets, PrefixLM, Masked, MaskedValues, Contrastive)
+}
 
 
 def build(section: Mapping[str, Any], task: Task) -> Objective:

@@ -40,6 +40,11 @@ class Position(nn.Module):
         """Whether it depends on the span, so that the same token is placed otherwise in a longer context."""
         return False
 
+    @property
+    def shares(self) -> bool:
+        """Whether the layers of a backbone share one bias, which it makes once and their context holds."""
+        return False
+
     def limit(self) -> int | None:
         """The longest sequence it can place, if there is one."""
         return None

@@ -151,7 +151,7 @@ def test_both_texts_in_one_row_see_each_other():
     [
         (Asked(20, n_classes=2), dict(kind="towers"), "'towers' reads pairs of rows, .*; closest: stack"),
         (PARTNERS, dict(kind="stack"), "'stack' reads both rows of a pair as one, .*; closest: towers"),
-        (CLASSES, dict(kind="seq2seq", mixers=()), "'seq2seq' answers at the end of a row"),
+        (CLASSES, dict(kind="seq2seq", mixers=()), "'seq2seq' reads a source and answers it"),
         (CLASSES, dict(kind="towers", pool="cls"), "pool 'cls' reads the first position"),
     ],
 )

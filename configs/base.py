@@ -43,9 +43,10 @@ from train.objectives import OBJECTIVES
 
 @dataclass(frozen=True)
 class Model:
-    # stack: layers of mixers. encoder_decoder: layers that read a source both ways, and layers that write its target
-    # and attend to it. seq2seq: a GRU or LSTM reads, another writes and looks back; without mixers or positions, it has
-    # of this section the width (half for each direction of the reader), the dropout and the dtype.
+    # stack: layers of mixers, which read a pair of rows as one. towers: the same layers over each row of a pair.
+    # encoder_decoder: layers that read a source both ways, and layers that write its target and attend to it. seq2seq:
+    # a GRU or LSTM reads, another writes and looks back; without mixers or positions, it has of this section the width
+    # (half for each direction of the reader), the dropout and the dtype.
     kind: Literal[*KINDS] = "stack"
     vocab_size: Literal[0] | Dim = 0  # 0: the task's; else no less than that
     width: Dim = 64

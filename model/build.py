@@ -16,8 +16,8 @@ from model.block import Block
 from model.contract import Mixer
 from model.encoder_decoder import EncoderDecoder
 from model.errors import UserError, choose, closest
-from model.heads import ClassHead, LabelHead, TokenHead
-from model.inputs import input_for, patch_grid
+from model.heads import ClassHead, LabelHead, TokenHead, ValueHead
+from model.inputs import input_for, n_values, patch_grid
 from model.mixers import MIXERS
 from model.mixers.cross_attention import CrossAttention
 from model.mlps import MLPS, mlp_width
@@ -29,6 +29,7 @@ from model.seq2seq import Seq2Seq, Settings
 from model.sequence import SequenceModel
 from model.settings import Section, defaults, section
 from model.stack import Stack
+from model.towers import CosineHead, PairHead, TowerInput
 
 Model = SequenceModel | EncoderDecoder | Seq2Seq
 
@@ -128,8 +129,12 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
             "model.kind 'stack' reads one sequence, and this task brings a source and a target; allowed: "
             "encoder_decoder, seq2seq; closest: arch=transformer_base"
         )
+    if asked.pair and not asked.n_classes:
+        raise UserError(
+            "model.kind 'stack' reads both rows of a pair as one, and has no vector of each to compare; closest: towers"
+        )
     check(c, c["mixers"])
-    if c["tied"] and not asked.n_classes and asked.inputs:
+    if c["tied"] and not asked.n_classes and asked.inputs and not asked.values:
         raise UserError(
             "model.tied is True, and no matrix embeds the tokens that this task asks for: its inputs are real numbers; "
             "closest: False"
@@ -141,11 +146,26 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
     backbone = partial(backbone, cls=has_cls(c, asked))
     if asked.labels:
         head = partial(LabelHead, **shared_by_heads(c), n_classes=asked.n_classes)
+    elif asked.values:
+        head = partial(ValueHead, **shared_by_heads(c), n_values=n_values(asked.inputs, c["patch"]))
     elif asked.classifies:
         head = partial(ClassHead, **shared_by_heads(c), n_classes=asked.n_classes, pool=c["pool"])
     else:
         head = token_head(c, asked)
     return SequenceModel(input_for(c, asked, dtype_of(c)), backbone, head)
+
+
+def towers(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
+    """The layers of a stack over each row of a pair, and a head that compares what comes of both."""
+    if not asked.pair:
+        raise UserError(
+            "model.kind 'towers' reads pairs of rows, and this task's stand alone; allowed: tasks of pairs, such as "
+            "matching; closest: stack"
+        )
+    one = stack(c, replace(asked, pair=False, n_classes=asked.n_classes or 2))
+    shared = {key: value for key, value in one.head.keywords.items() if key != "n_classes"}
+    head = partial(PairHead, n_classes=asked.n_classes) if asked.n_classes else CosineHead
+    return one.clone(input=partial(TowerInput, **one.input.keywords), head=partial(head, **shared))
 
 
 def has_cls(c: Mapping[str, Any], asked: Asked) -> bool:
@@ -304,8 +324,6 @@ def seq2seq(c: Mapping[str, Any], asked: Asked) -> Seq2Seq:
             f"model.kind 'seq2seq' takes no mixers and no position, and was given {tuple(c['mixers'])} and "
             f"{c['position']!r}; closest: arch=seq2seq"
         )
-    if asked.inputs or asked.image:
-        raise UserError("model.kind 'seq2seq' reads token ids, and this task brings real numbers; closest: stack")
     needs_source("seq2seq", asked, closest="arch=gru")
     if c["width"] < 2:
         raise UserError(f"model.width {c['width']} must be at least 2: one for each direction of the reader")
@@ -320,11 +338,13 @@ def seq2seq(c: Mapping[str, Any], asked: Asked) -> Seq2Seq:
     )
 
 
-KINDS = {"stack": stack, "encoder_decoder": encoder_decoder, "seq2seq": seq2seq}
+KINDS = {"stack": stack, "towers": towers, "encoder_decoder": encoder_decoder, "seq2seq": seq2seq}
 
 
 def needs_source(kind: str, asked: Asked, closest: str) -> None:
     """Refuses a task that has nothing for an encoder to read."""
+    if asked.inputs or asked.image:
+        raise UserError(f"model.kind {kind!r} reads token ids, and this task brings real numbers; closest: stack")
     if not asked.source and not asked.tail:
         asks = f"for one of {asked.n_classes} classes" if asked.n_classes else "at every token"
         raise UserError(
@@ -386,7 +406,7 @@ def check_reads_both_ways(c: Mapping[str, Any], names: tuple[str, ...]) -> None:
 
 
 # Parameters outside the mixers: norms, biases and embeddings are not decayed.
-SHARED_GROUPS = dict.fromkeys(("scale", "bias", "embedding", "cls", "unembed_bias"), "no_decay")
+SHARED_GROUPS = dict.fromkeys(("scale", "bias", "embedding", "cls", "mask", "unembed_bias"), "no_decay")
 
 
 def group_rules(config: Mapping[str, Any]) -> list[tuple[str, str]]:

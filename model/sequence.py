@@ -90,4 +90,8 @@ class SequenceModel(nn.Module):
 
     def state_bytes(self, length: int) -> int:
         """Bytes that the layers keep of one row's past of `length` tokens, and what stands in front of them."""
-        return self.bare().state_bytes(self.input(parent=None).row_length(length))
+        return self.bare().state_bytes(self.row_length(length))
+
+    def row_length(self, length: int) -> int:
+        """Vectors that a task's row of `length` becomes, less one in front for a class."""
+        return self.input(parent=None).row_length(length)

@@ -43,13 +43,16 @@ from train.objectives import OBJECTIVES
 
 @dataclass(frozen=True)
 class Model:
-    # stack: layers of mixers. seq2seq: a GRU reads, another writes and looks back; without mixers or positions, it has
-    # of this section the width (half for each direction of the reader), the dropout and the dtype.
+    # stack: layers of mixers. encoder_decoder: layers that read a source both ways, and layers that write its target
+    # and attend to it. seq2seq: a GRU reads, another writes and looks back; without mixers or positions, it has of this
+    # section the width (half for each direction of the reader), the dropout and the dtype.
     kind: Literal[*KINDS] = "stack"
     vocab_size: Literal[0] | Dim = 0  # 0: the task's; else no less than that
     width: Dim = 64
     layers: Dim = 2
     mixers: tuple[Literal[*MIXERS], ...] = ("attention",)  # cycled over the layers
+    encoder_layers: Literal[0] | Dim = 0  # of an encoder; 0: as many as layers
+    encoder_mixers: tuple[Literal[*MIXERS], ...] = ()  # cycled over those; (): the same as mixers
     position: Literal[*POSITIONS] = "none"
     causal: bool = True
     norm: Literal[*NORMS] = "rmsnorm"
@@ -66,6 +69,7 @@ class Model:
     depth_init: bool = False  # kernels that end a sub-layer are divided by the root of their number (GPT-2)
     dropout: Annotated[float, at_least(0), below(1)] = 0.0
     tied: bool = True  # one matrix embeds and unembeds
+    patch: Dim = 16  # pixels in a side of the squares that images are cut into
     embed_scale: Positive = 1.0  # factor on the embeddings: the root of the width in Gemma
     embed_norm: Literal["none", "before", "after"] = "none"  # adding positions: BLOOM's, BERT's
     head_map: Literal["none", "relu", "gelu", "exact_gelu"] = "none"  # a linear map and this, then the final norm: BERT

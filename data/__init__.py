@@ -4,11 +4,15 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from data.adding import Adding
 from data.induction import Induction
 from data.listops import ListOps
+from data.matching import Matching
 from data.mqar import Mqar
 from data.running_sum import RunningSum
 from data.selective_copying import SelectiveCopying
+from data.shape_questions import ShapeQuestions
+from data.shapes import Shapes
 from data.task import SPLITS, Task
 from data.text import Text
 from model.errors import UserError, choose, closest
@@ -20,6 +24,10 @@ TASKS: dict[str, type[Task]] = {
     "listops": ListOps,
     "running_sum": RunningSum,
     "text": Text,
+    "adding": Adding,
+    "shapes": Shapes,
+    "shape_questions": ShapeQuestions,
+    "matching": Matching,
 }
 
 __all__ = ["SPLITS", "TASKS", "Task", "build"]

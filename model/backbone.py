@@ -21,6 +21,7 @@ class Backbone(nn.Module):
     width: int
     stack: Callable[..., Stack]
     position: Callable[..., Position] = Position
+    bias_heads: int = 0  # heads of every layer with scores, where they share the position's bias
     cls: bool = False
     norm: str = "rmsnorm"
     norm_eps: float = 1e-5
@@ -48,11 +49,13 @@ class Backbone(nn.Module):
             x = jnp.concatenate([jnp.broadcast_to(cls, (*x.shape[:1], 1, self.width)), x], axis=1)
             segments = None if segments is None else jnp.concatenate([segments[:, :1], segments], axis=1)
         positions, reading = place(x, segments, state)
-        ctx = Context(positions, segments, memory, memory_segments, train)
+        position = self.position(name="position", dtype=self.dtype)
+        bias = position.bias(self.bias_heads, self.causal) if position.shares else None
+        ctx = Context(positions, segments, memory, memory_segments, bias, train)
         at_all = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
         embed_norm = norm(self.norm, self.dtype, "embed_norm", self.norm_eps) if self.embed_norm != "none" else None
         x = embed_norm(x) if self.embed_norm == "before" else x
-        x = self.position(name="position", dtype=self.dtype).embed(x, at_all)
+        x = position.embed(x, at_all)
         x = embed_norm(x) if self.embed_norm == "after" else x
         x = nn.Dropout(self.dropout, name="embed_dropout")(x, deterministic=not train)
         x = nn.with_logical_constraint(x, ACTIVATION)
@@ -77,9 +80,9 @@ class Backbone(nn.Module):
         """An empty past of every layer, for generation."""
         return dict(reading=open_reading(batch), stack=self.stack(parent=None).init_state(batch, max_len))
 
-    def state_bytes(self, length: int) -> int:
-        """Bytes that the layers keep of one row's past of `length` tokens."""
-        return self.stack(parent=None).state_bytes(length)
+    def state_bytes(self, length: int, memory: int = 0) -> int:
+        """Bytes that the layers keep of one row's past of `length` tokens, and of a memory of so many."""
+        return self.stack(parent=None).state_bytes(length, memory)
 
 
 def place(x: jax.Array, segments: jax.Array | None, state: State) -> tuple[jax.Array | None, Reading | None]:

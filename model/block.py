@@ -97,5 +97,5 @@ class Block(nn.Module):
     def init_state(self, batch: int, max_len: int) -> State:
         return {name: part.init_state(batch, max_len) for name, part in self.parts().items()}
 
-    def state_bytes(self, length: int) -> int:
-        return sum(part.state_bytes(length) for part in self.parts().values())
+    def state_bytes(self, length: int, memory: int = 0) -> int:
+        return sum(part.state_bytes(memory if part.reads_memory else length) for part in self.parts().values())

@@ -9,23 +9,27 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from model.asked import Asked
+from model.asked import Asked, Image
 from model.backbone import Backbone
 from model.block import Block
 from model.contract import Mixer
-from model.errors import UserError, choose
+from model.encoder_decoder import EncoderDecoder
+from model.errors import UserError, choose, closest
 from model.heads import ClassHead, LabelHead, TokenHead
+from model.inputs import input_for, patch_grid
 from model.mixers import MIXERS
+from model.mixers.cross_attention import CrossAttention
 from model.mlps import MLPS, mlp_width
 from model.mlps.experts import Experts
 from model.mlps.mlp import FORMS, MLP
 from model.positions import POSITIONS, Position
+from model.positions.grid import Grid
 from model.seq2seq import Seq2Seq
 from model.sequence import SequenceModel
 from model.settings import Section, defaults, section
 from model.stack import Stack
 
-Model = SequenceModel | Seq2Seq
+Model = SequenceModel | EncoderDecoder | Seq2Seq
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float64": jnp.float64}
 
@@ -49,15 +53,23 @@ def entry(c: Mapping[str, Any], name: str) -> Entry:
     return Entry(**{field.name: given.get(field.name) for field in fields(Entry)})
 
 
+def used(mixers: tuple[str, ...], given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Every name whose section a model reads: those of `mixers`, and what its kind has besides."""
+    if given.get("kind") == "encoder_decoder":
+        return (*mixers, *given["encoder_mixers"], "cross_attention")
+    return tuple(mixers)
+
+
 def declared(mixers: tuple[str, ...], position: str, given: Mapping[str, Any] = MappingProxyType({})) -> Section:
-    """The config sections that these choices bring; `given` has those of the user's own names, with their choices."""
+    """The config sections that these choices bring; `given` has the model's kind, and the sections of the user's own
+    names, with their choices."""
     found = {}
-    for name in mixers:
+    for name in used(mixers, given):
         one = entry(given, name)
         found[name] = section(choose("mixer", one.mixer, MIXERS), without=Mixer)
         if one.mixer != name:
             found[name] = section(Entry) | found[name] | of_position(one.position or "none")
-    if "experts" in mlps(given, mixers):
+    if "experts" in mlps(given, used(mixers, given)):
         found["experts"] = section(Experts, without=MLP)
     return found | of_position(position)
 
@@ -77,7 +89,7 @@ def sections(
 ) -> dict[str, dict[str, Any]]:
     """The same with their defaults."""
     found = defaults(declared(mixers, position, given))
-    for name in mixers:
+    for name in used(mixers, given):
         found[name] |= {key: value for key, value in asdict(entry(given, name)).items() if key in found[name]}
     return found
 
@@ -100,48 +112,138 @@ def with_vocabulary(config: Mapping[str, Any], asked: Asked) -> Asked:
 
 def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
     """Layers of mixers. Wherever a task asks, they answer."""
-    check(c, asked)
-    dtype = DTYPES[c["dtype"]]
-    classifies = bool(asked.n_classes) and not asked.labels
-    layers = partial(
-        Stack,
-        blocks=tuple(block(c, name) for name in c["mixers"]),
-        layers=c["layers"],
-        scan=c["scan"],
-        remat=c["remat"],
+    for key in ("encoder_mixers", "encoder_layers"):
+        if c[key]:
+            raise UserError(
+                f"model.{key} is {c[key]!r}, and model.kind 'stack' has no encoder; closest: kind encoder_decoder"
+            )
+    if asked.source:
+        raise UserError(
+            "model.kind 'stack' reads one sequence, and this task brings a source and a target; allowed: "
+            "encoder_decoder, seq2seq; closest: arch=transformer_base"
+        )
+    check(c, c["mixers"])
+    if c["tied"] and not asked.n_classes and asked.inputs:
+        raise UserError(
+            "model.tied is True, and no matrix embeds the tokens that this task asks for: its inputs are real numbers; "
+            "closest: False"
+        )
+    if has_cls(c, asked) and c["causal"]:
+        raise UserError("pool 'cls' reads the first position, which sees nothing in a causal model; use mean or last")
+    c = with_grid(c, asked)
+    backbone = backbone_of(c, c["mixers"], c["layers"], causal=c["causal"])
+    backbone = partial(backbone, cls=has_cls(c, asked))
+    if asked.labels:
+        head = partial(LabelHead, **shared_by_heads(c), n_classes=asked.n_classes)
+    elif asked.classifies:
+        head = partial(ClassHead, **shared_by_heads(c), n_classes=asked.n_classes, pool=c["pool"])
+    else:
+        head = token_head(c, asked)
+    return SequenceModel(input_for(c, asked, DTYPES[c["dtype"]]), backbone, head)
+
+
+def has_cls(c: Mapping[str, Any], asked: Asked) -> bool:
+    """Whether a vector stands in front of each row, for a class to be read off it."""
+    return asked.classifies and c["pool"] == "cls"
+
+
+def with_grid(c: Mapping[str, Any], asked: Asked) -> Mapping[str, Any]:
+    """The same model section, in which positions in two dimensions know how the task's image lies in a row."""
+    image, grid = asked.image or asked.inputs, Grid(front=int(has_cls(c, asked)))
+    if isinstance(image, Image):
+        rows, columns = patch_grid(image, c["patch"])
+        grid = replace(grid, rows=rows, columns=columns)
+
+    def placed(section: Mapping[str, Any]) -> dict[str, Any]:
+        on_grid = {name for name in section if name in POSITIONS and POSITIONS[name].on_grid}
+        return {**section, **{name: {**section[name], "grid": grid} for name in on_grid}}
+
+    return placed(c) | {name: placed(c[name]) for name in c["mixers"] if name in c}
+
+
+def encoder_decoder(c: Mapping[str, Any], asked: Asked) -> EncoderDecoder:
+    """Layers that read a source both ways, and layers that write its target and attend to what was read."""
+    needs_source("encoder_decoder", asked, closest="arch=attention")
+    if not c["causal"]:
+        raise UserError(
+            "model.causal is False, and a decoder writes forward; allowed: True, the encoder reads both ways"
+        )
+    reading = c["encoder_mixers"] or c["mixers"]
+    check(c, (*c["mixers"], *c["encoder_mixers"]))
+    check_reads_both_ways(c, reading)
+    return EncoderDecoder(
+        vocab_size=asked.vocab_size,
+        width=c["width"],
+        encoder=backbone_of(c, reading, c["encoder_layers"] or c["layers"], causal=False),
+        decoder=backbone_of(c, c["mixers"], c["layers"], causal=True, attends=True),
+        head=token_head(c, asked),
+        source=asked.source,
+        target=asked.tail,
+        embed_scale=c["embed_scale"],
+        dtype=DTYPES[c["dtype"]],
     )
-    backbone = partial(
+
+
+def backbone_of(
+    c: Mapping[str, Any], mixers: tuple[str, ...], layers: int, causal: bool, attends: bool = False
+) -> Callable[..., Backbone]:
+    """Layers that cycle over mixers; `attends`: to a memory as well."""
+    blocks = tuple(block(c, name, causal, attends) for name in mixers)
+    return partial(
         Backbone,
         width=c["width"],
-        stack=layers,
+        stack=partial(Stack, blocks=blocks, layers=layers, scan=c["scan"], remat=c["remat"]),
         position=position_of(c, c["position"]),
-        cls=classifies and c["pool"] == "cls",
+        bias_heads=bias_heads(c, mixers),
         norm=c["norm"],
         norm_eps=c["norm_eps"],
         embed_norm=c["embed_norm"],
         dropout=c["dropout"],
-        dtype=dtype,
+        dtype=DTYPES[c["dtype"]],
     )
-    shared = dict(norm=c["norm"] if c["final_norm"] else "none", norm_eps=c["norm_eps"], dtype=dtype)
-    if asked.labels:
-        head = partial(LabelHead, **shared, n_classes=asked.n_classes)
-    elif classifies:
-        head = partial(ClassHead, **shared, n_classes=asked.n_classes, pool=c["pool"])
-    else:
-        logits = dict(
-            tied=c["tied"],
-            bias=c["unembed_bias"],
-            map_to=c["head_map"],
-            scale=c["logit_scale"],
-            soft_cap=c["logit_cap"],
-        )
-        head = partial(TokenHead, **shared, **logits, vocab_size=asked.vocab_size)
-    return SequenceModel(asked.vocab_size, c["width"], backbone, head, c["embed_scale"], dtype)
 
 
-def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
-    """A layer with the mixer of that name, or what the user calls so."""
-    shared = dict(width=c["width"], causal=c["causal"], dtype=DTYPES[c["dtype"]])
+def bias_heads(c: Mapping[str, Any], mixers: tuple[str, ...]) -> int:
+    """Heads of the layers that share the position's bias; 0: they do not."""
+    for name in mixers:
+        own = entry(c, name).position
+        if own is not None and position_of(c[name], own)(parent=None).shares:
+            raise UserError(
+                f"model.{name}.{own}.shared is True; allowed: False, layers share model.position's bias alone"
+            )
+    if not position_of(c, c["position"])(parent=None).shares:
+        return 0
+    each = {name: c[name]["n_heads"] for name in mixers if shares_position(c, name)}
+    if len(set(each.values())) > 1:
+        raise UserError(f"model.{c['position']}.shared needs as many heads in every layer, and n_heads are {each}")
+    return next(iter(each.values()), 0)
+
+
+def shares_position(c: Mapping[str, Any], name: str) -> bool:
+    """Whether `model.position` acts inside the mixer of that name."""
+    one = entry(c, name)
+    return MIXERS[one.mixer].softmax and one.position is None
+
+
+def shared_by_heads(c: Mapping[str, Any]) -> dict[str, Any]:
+    """What every head takes of a config."""
+    return dict(norm=c["norm"] if c["final_norm"] else "none", norm_eps=c["norm_eps"], dtype=DTYPES[c["dtype"]])
+
+
+def token_head(c: Mapping[str, Any], asked: Asked) -> Callable[..., TokenHead]:
+    logits = dict(
+        tied=c["tied"],
+        bias=c["unembed_bias"],
+        map_to=c["head_map"],
+        scale=c["logit_scale"],
+        soft_cap=c["logit_cap"],
+    )
+    return partial(TokenHead, **shared_by_heads(c), **logits, vocab_size=asked.vocab_size)
+
+
+def block(c: Mapping[str, Any], name: str, causal: bool, attends: bool = False) -> Callable[..., Block]:
+    """A layer with the mixer of that name, or what the user calls so; `attends`: and with attention to a memory."""
+    shared = dict(width=c["width"], causal=causal, dtype=DTYPES[c["dtype"]])
     given, one = c.get(name, {}), entry(c, name)
     cls = MIXERS[one.mixer]
     settings = {key: given[key] for key in section(cls, without=Mixer) if key in given}
@@ -149,6 +251,8 @@ def block(c: Mapping[str, Any], name: str) -> Callable[..., Block]:
         own = one.position is not None
         settings["position"] = position_of(given, one.position) if own else position_of(c, c["position"])
     sublayers = [("mixer", partial(cls, **shared, **settings))]
+    if attends:
+        sublayers.append(("cross_attention", partial(CrossAttention, **shared, **c["cross_attention"])))
     kind = one.mlp or c["mlp"]
     if mlp := MLPS[kind]:
         own = c.get(kind, {}) if kind == "experts" else {}
@@ -182,34 +286,46 @@ def seq2seq(c: Mapping[str, Any], asked: Asked) -> Seq2Seq:
             f"model.kind 'seq2seq' takes no mixers and no position, and was given {tuple(c['mixers'])} and "
             f"{c['position']!r}; closest: arch=seq2seq"
         )
-    if not asked.tail:
-        at_end = asked.n_classes and not asked.labels
-        asks = f"for one of {asked.n_classes} classes" if at_end else "at every token"
-        raise UserError(
-            f"model.kind 'seq2seq' answers at the end of a row, and this task asks {asks}; allowed: tasks that ask at "
-            f"the end, such as selective_copying; closest: arch=gru"
-        )
+    if asked.inputs or asked.image:
+        raise UserError("model.kind 'seq2seq' reads token ids, and this task brings real numbers; closest: stack")
+    needs_source("seq2seq", asked, closest="arch=gru")
     if c["width"] < 2:
         raise UserError(f"model.width {c['width']} must be at least 2: one for each direction of the reader")
     # Half for each direction, so that an annotation, which holds both, has the width of a stack's vectors.
     return Seq2Seq(asked.vocab_size, c["width"] // 2, asked.tail, c["dropout"], DTYPES[c["dtype"]])
 
 
-KINDS = {"stack": stack, "seq2seq": seq2seq}
+KINDS = {"stack": stack, "encoder_decoder": encoder_decoder, "seq2seq": seq2seq}
 
 
-def check(c: Mapping[str, Any], asked: Asked) -> None:
-    """Refuses what cannot work in a stack, by name."""
+def needs_source(kind: str, asked: Asked, closest: str) -> None:
+    """Refuses a task that has nothing for an encoder to read."""
+    if not asked.source and not asked.tail:
+        asks = f"for one of {asked.n_classes} classes" if asked.n_classes else "at every token"
+        raise UserError(
+            f"model.kind {kind!r} reads a source and answers it, and this task asks {asks}; allowed: tasks with a "
+            f"source, such as reverse, or that ask at the end of a row, such as selective_copying; closest: {closest}"
+        )
+
+
+def check(c: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Refuses what cannot work in layers of these mixers, by name."""
     if not c["mixers"]:
         raise UserError(f"model.mixers is empty; choose from {', '.join(sorted(MIXERS))}")
-    mixers = [choose("mixer", entry(c, name).mixer, MIXERS) for name in c["mixers"]]
-    for name, mixer in zip(c["mixers"], mixers, strict=True):
+    mixers = [choose("mixer", entry(c, name).mixer, MIXERS) for name in names]
+    for name, mixer in zip(names, mixers, strict=True):
         if entry(c, name).position is not None and not mixer.softmax:
             raise UserError(
                 f"model.{name}.position is {entry(c, name).position!r}, and {entry(c, name).mixer} has no scores for "
                 "it to act on; allowed: None"
             )
-    without = [kind for kind in mlps(c, c["mixers"]) if kind not in FORMS]
+        if mixer.reads_memory:
+            raise UserError(
+                f"mixer {name!r} reads a memory, and as a mixer it is given none; allowed: "
+                f"{', '.join(n for n in sorted(MIXERS) if not MIXERS[n].reads_memory)}; closest: attention, with "
+                "model.kind=encoder_decoder"
+            )
+    without = [kind for kind in mlps(c, names) if kind not in FORMS]
     if c["mlp_bias"] is not None and without:
         raise UserError(
             f"model.mlp_bias is {c['mlp_bias']}, and mlp {without[0]!r} has no biases to choose; allowed: None"
@@ -218,11 +334,30 @@ def check(c: Mapping[str, Any], asked: Asked) -> None:
     if position.needs_attention and not any(m.softmax for m in mixers):
         free = ", ".join(name for name, p in POSITIONS.items() if not p.needs_attention)
         raise UserError(
-            f"position {c['position']!r} acts on the scores of attention, and mixers {tuple(c['mixers'])} have none; "
+            f"position {c['position']!r} acts on the scores of attention, and mixers {tuple(names)} have none; "
             f"choose from {free}"
         )
-    if asked.n_classes and not asked.labels and c["pool"] == "cls" and c["causal"]:
-        raise UserError("pool 'cls' reads the first position, which sees nothing in a causal model; use mean or last")
+
+
+def check_reads_both_ways(c: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Refuses, by name, what cannot stand in an encoder."""
+    both = [name for name, mixer in sorted(MIXERS.items()) if not (mixer.forward_only or mixer.reads_memory)]
+    for name in names:
+        if MIXERS[entry(c, name).mixer].forward_only:
+            near = closest(entry(c, name).mixer, both) or "; closest: attention"
+            raise UserError(
+                f"{name!r} runs forward only, and an encoder reads both ways; set model.encoder_mixers to some of "
+                f"{', '.join(both)}{near}"
+            )
+        inside = entry(c, name).position or c["position"]
+        if MIXERS[entry(c, name).mixer].softmax and POSITIONS[inside].causal_only:
+            raise UserError(
+                f"position {inside!r} is for causal layers, and an encoder reads both ways; closest: "
+                f"{'rope' if inside == 'xpos' else 'none'}"
+            )
+    for kind in mlps(c, names):
+        if MLPS[kind] and MLPS[kind](parent=None, width=1).forward_only:
+            raise UserError(f"mlp {kind!r} looks back only, and an encoder reads both ways; closest: swiglu")
 
 
 # Parameters outside the mixers: norms, biases and embeddings are not decayed.
@@ -232,13 +367,17 @@ SHARED_GROUPS = dict.fromkeys(("scale", "bias", "embedding", "cls", "unembed_bia
 def group_rules(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(pattern of a parameter's path, optimizer group); a path that none matches is in the group `decay`."""
     rules = [(rf"(.*/)?{name}", group) for name, group in SHARED_GROUPS.items()]
-    entries = [entry(config, name) for name in config["mixers"]]
+    sides = {"": config["mixers"]}
+    if config["kind"] == "encoder_decoder":
+        sides = {"encoder/": config["encoder_mixers"] or config["mixers"], "decoder/": config["mixers"]}
+    entries = [entry(config, name) for mixers in sides.values() for name in mixers]
     for position in {config["position"]: None} | {one.position or "none": None for one in entries}:
         rules += [(rf"(.*/)?position/{name}", group) for name, group in POSITIONS[position].groups.items()]
-    for i, (one, kind) in enumerate(zip(entries, mlps(config, config["mixers"]), strict=True)):
-        mlp = MLPS[kind]
-        of_mlp = mlp(parent=None, width=1).groups if mlp else {}
-        for part, groups in (("mixer", MIXERS[one.mixer].groups), ("mlp", of_mlp)):
-            for name, group in groups.items():
-                rules.append((rf"stack/(layers|rest)/block_{i}/{part}/{re.escape(name)}", group))
+    for side, mixers in sides.items():
+        for i, (name, kind) in enumerate(zip(mixers, mlps(config, mixers), strict=True)):
+            mlp = MLPS[kind]
+            of_mlp = mlp(parent=None, width=1).groups if mlp else {}
+            for part, groups in (("mixer", MIXERS[entry(config, name).mixer].groups), ("mlp", of_mlp)):
+                for last, group in groups.items():
+                    rules.append((rf"{side}stack/(layers|rest)/block_{i}/{part}/{re.escape(last)}", group))
     return rules

@@ -36,6 +36,7 @@ class Context:
     segments: jax.Array | None = None  # [B, L] int32, 0 is padding; None: one document a row, no padding
     memory: jax.Array | None = None  # [B, M, D], another sequence to attend to
     memory_segments: jax.Array | None = None  # [B, M] int32, whose documents it belongs to, 0 is padding; None: all
+    bias: Any = None  # `model.ops.scores.Bias` that the layers share, where their position encoding does
     train: bool = struct.field(pytree_node=False, default=False)
 
 
@@ -57,6 +58,8 @@ class Mixer(nn.Module):
     reads_memory: ClassVar[bool] = False
     # The parameters of the linear map that comes last, behind which is only the residual stream.
     last: ClassVar[str] = "out"
+    # Whether it can only run from the first token to the last, and so not with causal=False.
+    forward_only: ClassVar[bool] = False
     # How memory and work grow with the length: 1 linearly, 2 quadratically.
     cost: ClassVar[int] = 1
     # Last component of a parameter's path -> optimizer group (see train/optim.py); what is not named is decayed.

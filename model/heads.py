@@ -25,9 +25,12 @@ class TokenHead(nn.Module):
     dtype: Any = jnp.float32
 
     n_classes: ClassVar[int] = 0  # it is no classifier
+    of_row: ClassVar[bool] = False  # whether its answer is of a whole row
 
     @nn.compact
-    def __call__(self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
+    ) -> jax.Array:
         """`[B, L, V]`, or `[B, Q, V]` at the positions `at`; x: [B, L, D]."""
         if at is not None:  # before the unembedding, which costs V per position
             x = jnp.take_along_axis(x, at[..., None], axis=1)
@@ -56,8 +59,12 @@ class ClassHead(nn.Module):
     pool: str = "mean"
     dtype: Any = jnp.float32
 
+    of_row: ClassVar[bool] = True
+
     @nn.compact
-    def __call__(self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
+    ) -> jax.Array:
         """`[B, C]`; x: [B, L, D]."""
         x = pooled(x, segments, self.pool)
         if self.norm != "none":
@@ -72,6 +79,8 @@ class LabelHead(nn.Module):
     norm: str = "rmsnorm"
     norm_eps: float = 1e-5
     dtype: Any = jnp.float32
+
+    of_row: ClassVar[bool] = False
 
     @nn.compact
     def __call__(self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed) -> jax.Array:

@@ -81,6 +81,6 @@ class Stack(nn.Module):
             rest=opened(self.rest) if self.rest else None,
         )
 
-    def state_bytes(self, length: int) -> int:
-        each = [block(parent=None).state_bytes(length) for block in self.blocks]
+    def state_bytes(self, length: int, memory: int = 0) -> int:
+        each = [block(parent=None).state_bytes(length, memory) for block in self.blocks]
         return self.repeats * sum(each) + sum(each[: len(self.rest)])

@@ -22,7 +22,15 @@ from train.config_file import place, read
 from train.objective import Objective
 from train.objectives import OBJECTIVES
 
-CHOICES = ("model.mixers", "model.position", "model.mlp", "data.task", "objective.kind")
+CHOICES = (
+    "model.kind",
+    "model.mixers",
+    "model.encoder_mixers",
+    "model.position",
+    "model.mlp",
+    "data.task",
+    "objective.kind",
+)
 
 Declared = dict[str, dataclasses.Field]  # by dotted key
 
@@ -84,8 +92,9 @@ def declared(config: ConfigDict) -> Declared:
     }
     known = flatten(settings.section(base.Base)) | flatten(chosen)
     if own := own_names(model):
-        known["model.mixers"] = copy.copy(known["model.mixers"])
-        known["model.mixers"].type = tuple[Literal[*MIXERS, *own], ...]
+        for key in ("model.mixers", "model.encoder_mixers"):
+            known[key] = copy.copy(known[key])
+            known[key].type = tuple[Literal[*MIXERS, *own], ...]
     return known
 
 
@@ -101,7 +110,7 @@ def own_names(model: ConfigDict) -> list[str]:
 def complete(config: ConfigDict) -> None:
     """Adds the section that each choice brings, with its defaults."""
     for name in own_names(config.model):
-        if name not in config.model.mixers:
+        if name not in build.used(config.model.mixers, config.model):
             del config.model[name]
     for name, defaults in build.sections(config.model.mixers, config.model.position, config.model).items():
         config.model[name] = defaults

@@ -86,6 +86,9 @@ def quickstart(scale: str) -> list[RunSpec]:
     return cross(archs, tasks, seeds=2, overrides=choose("scale", scale, {"small": {}, "smoke": smoke}))
 
 
+FLAT = [name for name, position in POSITIONS.items() if not position.on_grid]
+
+
 def positions(task: str, scale: str) -> list[RunSpec]:
     """Attention with every position encoding there is, tested at many lengths."""
     seeds = choose("scale", scale, {"small": 3, "smoke": 2})
@@ -95,7 +98,7 @@ def positions(task: str, scale: str) -> list[RunSpec]:
             {"seed": seed},
             {"position": position},
         )
-        for position in POSITIONS
+        for position in FLAT
         for seed in range(seeds)
     ]
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from model.cache import Cache, Full, Ring
 from model.contract import Context, Mixer, State, wide
 from model.errors import UserError
-from model.layers import check_divides, dense, fan_in, norm
+from model.layers import Dense, check_divides, dense, fan_in, norm
 from model.ops.attention import IMPLEMENTATIONS, attention, attention_weights
 from model.ops.mask import CAUSAL, FULL, Mask, Prefix, window
 from model.ops.product import product
@@ -73,6 +73,8 @@ class Attention(Mixer):
         name = type(position).__name__.lower()
         if self.window is not None and position.stretches:
             raise UserError(f"position {name!r} stretches with the length, and a window never grows; use scaling 'ntk'")
+        if self.window is not None and self.causal and rotates(position) and not position.relative:
+            raise UserError(f"position {name!r} is not relative, so it cannot be counted anew inside a window's cache")
         if self.score == "additive" and rotates(position):
             raise UserError(f"position {name!r} turns queries and keys, which additive scores do not compare by angle")
 
@@ -92,7 +94,7 @@ class Attention(Mixer):
             normed = dict(eps=self.qk_norm_eps, axes=2 if self.qk_norm == "all" else 1)
             q = norm("rmsnorm", self.dtype, "q_norm", **normed)(q)
             k = norm("rmsnorm", self.dtype, "k_norm", **normed)(k)
-        call = self.scoring(position)
+        call = self.scoring(position, ctx)
         if self.score == "multiplicative":
             per_head = nn.with_logical_partitioning(nn.initializers.orthogonal(), ("heads", None, None))
             between = self.param("between", per_head, (H, K, K), wide(self.dtype))
@@ -112,11 +114,12 @@ class Attention(Mixer):
             y = y * nn.sigmoid(dense((H, K), INTO_HEADS, self.dtype, "gate", bias=self.bias == "all")(x))
         return out_of_heads(self, y), state
 
-    def scoring(self, position: Position) -> dict[str, Any]:
+    def scoring(self, position: Position, ctx: Context) -> dict[str, Any]:
         """How the op is to score: everything but queries, keys and their places."""
         (H, _, K), f = self.heads, wide(self.dtype)
         scale = 1.0 if self.scale is None and self.score == "multiplicative" else self.scale
-        call = dict(mask=self.mask, scale=scale, soft_cap=self.soft_cap, bias=position.bias(H, self.causal))
+        bias = ctx.bias if position.shares else position.bias(H, self.causal)
+        call = dict(mask=self.mask, scale=scale, soft_cap=self.soft_cap, bias=bias)
         if self.sinks:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("heads",))
             call["sinks"] = self.param("sinks", zeros, (H,), f)
@@ -148,8 +151,13 @@ def queries_keys_values(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Queries `[B, L, H, K]` of x, and keys and values `[B, M, G, K]` of a source that may be another sequence."""
     H, G, K = heads
-    made = partial(dense, axes=INTO_HEADS, dtype=mixer.dtype, bias=mixer.bias != "none")
-    return made((H, K), name="q")(x), made((G, K), name="k")(source), made((G, K), name="v")(source)
+    made = partial(into_heads, mixer)
+    return made("q", (H, K))(x), made("k", (G, K))(source), made("v", (G, K))(source)
+
+
+def into_heads(mixer: Mixer, name: str, heads: tuple[int, int]) -> Dense:
+    """A projection `[B, L, D]` -> `[B, L, H, K]`."""
+    return dense(heads, INTO_HEADS, mixer.dtype, name, bias=mixer.bias != "none")
 
 
 def out_of_heads(mixer: Mixer, y: jax.Array) -> jax.Array:

@@ -49,6 +49,7 @@ class Mamba(Mixer):
     norm_eps: Positive = 1e-5
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the scan; None picks
 
+    forward_only: ClassVar[bool] = True
     groups: ClassVar[dict[str, str]] = {
         "A_log": "ssm",
         "D": "ssm",

@@ -33,6 +33,7 @@ class Mamba2(Mixer):
     dt_max: Positive = 0.1
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the ssd op; None picks
 
+    forward_only: ClassVar[bool] = True
     groups: ClassVar[dict[str, str]] = {
         "A_log": "ssm",
         "D": "ssm",

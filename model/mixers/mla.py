@@ -68,7 +68,8 @@ class MLA(Mixer):
         k_up, v_up = self.up("k_up", K), self.up("v_up", V)
 
         mask = CAUSAL if self.causal else FULL
-        call = dict(mask=mask, scale=(K + P) ** -0.5, bias=position.bias(H, self.causal))
+        bias = ctx.bias if position.shares else position.bias(H, self.causal)
+        call = dict(mask=mask, scale=(K + P) ** -0.5, bias=bias)
         if state is None:
             call |= whole_row(ctx, call)
             shared = jnp.broadcast_to(k_shared, (*k_shared.shape[:2], H, P))

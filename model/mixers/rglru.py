@@ -80,6 +80,7 @@ class RGLRU(Mixer):
     conv: Dim = 4  # width of the short convolution
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the scan; None picks
 
+    forward_only: ClassVar[bool] = True
     groups: ClassVar[dict[str, str]] = {
         "Lambda": "ssm",
         "gates_bias": "no_decay",

@@ -120,6 +120,7 @@ class RWKV(Mixer):
 
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # sequential, or one of the scan; None picks
 
+    forward_only: ClassVar[bool] = True
     groups: ClassVar[dict[str, str]] = {
         "decay": "ssm",
         "bonus": "ssm",

@@ -35,6 +35,7 @@ class RWKV6(Mixer):
     decay_rank: Dim = 64  # of the map that decides the decay
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # of wkv6; None picks
 
+    forward_only: ClassVar[bool] = True
     groups: ClassVar[dict[str, str]] = {
         "decay": "ssm",
         "bonus": "ssm",

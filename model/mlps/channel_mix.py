@@ -21,6 +21,7 @@ class ChannelMix(Mixer):
 
     hidden: Dim = 1
 
+    forward_only: ClassVar[bool] = True
     last: ClassVar[str] = "v"
     groups: ClassVar[dict[str, str]] = {"mix_k": "no_decay", "mix_r": "no_decay"}
 

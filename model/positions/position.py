@@ -27,6 +27,8 @@ class Position(nn.Module):
     relative: ClassVar[bool] = True
     # Whether it makes sense only where no query sees a later key.
     causal_only: ClassVar[bool] = False
+    # Whether it places the patches of an image; `grid` then says how they lie in a row.
+    on_grid: ClassVar[bool] = False
     groups: ClassVar[dict[str, str]] = {}
 
     def __post_init__(self) -> None:
@@ -36,6 +38,11 @@ class Position(nn.Module):
     @property
     def stretches(self) -> bool:
         """Whether it depends on the span, so that the same token is placed otherwise in a longer context."""
+        return False
+
+    @property
+    def shares(self) -> bool:
+        """Whether the layers of a backbone share one bias, which it makes once and their context holds."""
         return False
 
     def limit(self) -> int | None:

@@ -112,14 +112,19 @@ entries.defvjp(entries_forward, entries_backward)
 class T5(Position):
     """A learned bias for each head and bucket of distances (https://arxiv.org/abs/1910.10683).
 
-    Every layer has its own table; T5 shares the first layer's.
+    Every layer has its own table, or as in T5 all layers of a stack have one.
     """
 
     buckets: Annotated[int, within(4, WIDEST), even] = 32  # both ways, half of them are for later keys
     max_distance: Count = 128  # from here on all distances share the last bucket
+    shared: bool = False  # one table for all layers; False: one for each
 
     needs_attention: ClassVar[bool] = True
     groups: ClassVar[dict[str, str]] = {"table": "no_decay"}
+
+    @property
+    def shares(self) -> bool:
+        return self.shared
 
     def check(self, head_dim: int) -> None:
         if self.max_distance <= self.buckets // 2:

@@ -1,0 +1,111 @@
+"""The model of two sequences: an encoder reads the source both ways, a decoder writes the target and looks at it."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from model.backbone import Backbone
+from model.contract import State
+from model.errors import UserError
+from model.heads import TokenHead
+from model.layers import Embed, norm
+from model.source_target import divide, only_asked
+
+
+class EncoderDecoder(nn.Module):
+    """Two backbones over one embedding (https://arxiv.org/abs/1706.03762), of any mixers.
+
+    Each layer of the decoder attends to the encoder's vectors. Where the source is given, the tokens are the target's,
+    each answered by the logits of the next: teacher forcing. Where it is not, rows hold both, the target at their end.
+    To generate, the first call with a state brings the source, whose keys and values the state then holds, and the
+    target's first token or more; those after it go on with the target. A row that holds both then ends in that token.
+    """
+
+    vocab_size: int
+    width: int
+    encoder: Callable[..., Backbone]
+    decoder: Callable[..., Backbone]
+    head: Callable[..., TokenHead]
+    source: int = 0  # S, tokens of a source that is given by name; 0: rows hold both
+    target: int = 0  # T, tokens of the target in rows that hold both
+    embed_scale: float = 1.0  # of the embeddings
+    dtype: Any = jnp.float32
+
+    n_classes: ClassVar[int] = 0  # it is no classifier
+    cls: ClassVar[bool] = False
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: jax.Array,
+        segments: jax.Array | None = None,
+        state: State = None,
+        at: jax.Array | None = None,
+        source: jax.Array | None = None,
+        source_segments: jax.Array | None = None,
+        train: bool = False,
+    ) -> tuple[jax.Array, State]:
+        """Logits `[B, T, V]`, or `[B, Q, V]` at the positions `at`; and the state after these tokens."""
+        embed = Embed(self.vocab_size, self.width, dtype=self.dtype, name="embed")
+        encoder, decoder, head = self.encoder(name="encoder"), self.decoder(name="decoder"), self.head(name="head")
+        nn.share_scope(self, head)
+
+        def embedded(tokens: jax.Array) -> jax.Array:
+            x = embed(tokens)
+            return x if self.embed_scale == 1 else x * jnp.asarray(self.embed_scale, x.dtype)
+
+        has_read = state is not None and "decoder" in state
+        if source is None and not has_read:
+            if self.source:
+                raise UserError("the decoder of this model has nothing to look at; pass source=")
+            pair = divide(tokens, segments, at, self.target if state is None else 1)
+            source, source_segments = pair.source, pair.source_segments
+            tokens, segments, at = pair.target, pair.target_segments, pair.at
+        memory = None
+        if source is not None:
+            memory, _ = encoder(embedded(source), source_segments, train=train)
+            if head.norm != "none":
+                memory = norm(head.norm, self.dtype, "encoder_norm", head.norm_eps)(memory)
+        past = None if state is None else state["decoder" if has_read else "unread"]
+        x, past = decoder(embedded(tokens), segments, past, memory, source_segments, train)
+        logits = head(x, segments, None if at is None else jnp.maximum(at, 0), embed)
+        return only_asked(logits, at), None if state is None else dict(decoder=past)
+
+    def sides(self) -> tuple[Backbone, Backbone]:
+        """Encoder and decoder, unbound: good for questions that need no parameters."""
+        return self.encoder(parent=None), self.decoder(parent=None)
+
+    @property
+    def causal(self) -> bool:
+        """Whether every layer of the decoder can go on from a state, so that the model can generate."""
+        return self.sides()[1].causal
+
+    @property
+    def sees_ahead(self) -> bool:
+        """Whether a layer sees what comes later in the target."""
+        return self.sides()[1].sees_ahead
+
+    @property
+    def shortest_prompt(self) -> int:
+        """Tokens from which it can go on: one to begin with, and where rows hold both one of the source before it."""
+        return 1 if self.source else 2
+
+    def limit(self) -> int | None:
+        """The number of positions that the decoder can place; None: any."""
+        return self.sides()[1].limit()
+
+    def source_limit(self) -> int | None:
+        """The number of positions that the encoder can place; None: any."""
+        return self.sides()[0].limit()
+
+    def init_state(self, batch: int, max_len: int) -> State:
+        """An empty past of every layer of the decoder, and no source read."""
+        return dict(unread=self.sides()[1].init_state(batch, max_len))
+
+    def state_bytes(self, length: int) -> int:
+        """Bytes that the decoder keeps of one row of `length` tokens, and of the source, in it or given by name."""
+        source, target = (self.source, length) if self.source else (length - self.target, self.target)
+        return self.sides()[1].state_bytes(target, source)

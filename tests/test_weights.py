@@ -136,7 +136,7 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "config,words",
     [
-        ({}, "has no model_type; choose from gemma3_text"),
+        ({}, "has no model_type; choose from bert, "),
         ({"model_type": "lama"}, "unknown model_type 'lama'; .*; closest: llama"),
         ({"model_type": "llama"}, "lacks 'hidden_size'"),
         ({"model_type": "llama", "hidden_act": "relu"}, "has hidden_act 'relu'; allowed: 'silu'"),
@@ -207,7 +207,7 @@ def test_a_run_is_exported_and_read_back(family, tmp_path, capsys):
     [
         ([("model.position", "none")], "layer 0's position 'none'; allowed: 'rope'"),
         ([("model.position", "rope"), ("model.attention.window", "8")], "layer 0's window 8; allowed: None"),
-        ([("model.position", "rope"), ("model.mlp", "gelu")], "model.mlp 'gelu'; allowed: 'swiglu'"),
+        ([("model.position", "rope"), ("model.mlp", "gelu")], "layer 0's mlp 'gelu'; allowed: 'swiglu'"),
         ([("model.position", "learned")], "model.learned.max_len"),
         ([("model.mixers", "attention,mamba"), ("model.position", "rope")], "layer 1's"),
     ],

@@ -22,6 +22,7 @@ def continuation(
 ) -> None:
     """The suite: prints the prompt and `tokens` tokens after it, or the answer to it; nothing is written."""
     run = restored.run
+    check_tokens(run.task)
     sampling = Sampling(temperature, top_k, top_p)
     rows, given = np.array([encode(run.task, prompt)], np.int32), {}
     if isinstance(run.task, SourceTask):
@@ -33,6 +34,16 @@ def continuation(
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
+
+
+def check_tokens(task: Task) -> None:
+    """Refuses a task whose rows are more than token ids, or other than those."""
+    brings = {"real numbers": task.inputs, "an image before its text": task.image, "pairs of rows": task.pair}
+    for what, brought in brings.items():
+        if brought:
+            raise UserError(
+                f"task {task.name!r} brings {what}, and this suite reads rows of token ids; allowed: --suite=accuracy"
+            )
 
 
 def encode(task: Task, prompt: str) -> list[int]:

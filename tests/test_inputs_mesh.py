@@ -28,8 +28,13 @@ KINDS = {
     "one row": MATCHING | {"model.kind": "stack"},
     "contrastive": MATCHING | {"objective.kind": "contrastive"},
 }
-MESHES = [dict(data=8), dict(data=2, fsdp=2, tensor=2)]
-SEQUENCE = dict(data=1, fsdp=2, tensor=2, sequence=2)
+SPREAD = [dict(data=2, fsdp=2, tensor=2)]
+SEQUENCE = [dict(data=1, fsdp=2, tensor=2, sequence=2)]
+MESHES = {
+    "image and text": SPREAD,  # three tokens do not divide over a sequence axis
+    "contrastive": [dict(data=8), *SEQUENCE],
+    "towers": SPREAD + SEQUENCE,
+}
 
 
 def config(kind: str, **mesh: int):
@@ -47,7 +52,7 @@ def test_any_mesh_has_the_loss_of_one_device(kind):
     seen = run.objective.view(batch, None)
     one = jax.jit(lambda seed: step(nn.unbox(init_state(run.model, tx, seen, seed)), batch))  # knows of no mesh
     _, sums = one(np.uint32(c.seed))
-    for mesh in MESHES if kind == "image and text" else [*MESHES[kind != "contrastive" :], SEQUENCE]:
+    for mesh in MESHES.get(kind, SEQUENCE):
         run = prepare(config(kind, **mesh))
         placed = sharding.put_batch(pipeline.Batch(run.task, 0, "train", c.batch_size, 0), run.batch_sharding)
         _, found = run.train_step(run.init(), placed)

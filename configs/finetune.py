@@ -11,6 +11,7 @@ not to be trained. Feeds no table.
 import json
 from pathlib import Path
 
+from flax.traverse_util import unflatten_dict
 from ml_collections import ConfigDict
 
 from configs import base
@@ -25,12 +26,12 @@ def get_config(argument: str = "") -> ConfigDict:
         raise UserError("configs/finetune.py needs weights; e.g. --config=configs/finetune.py:path=runs/a")
     c = base.get_config()
     run = Path(arg.path) / "config.json" if (Path(arg.path) / "checkpoints").is_dir() else None
-    given = json.loads(run.read_text(encoding="utf-8")) if run else {"model": open_weights(arg.path).settings}
-    c.model = given["model"]
-    if arg.task or not run:
-        c.data.task = arg.task or c.data.task
+    if run:
+        given = json.loads(run.read_text(encoding="utf-8"))
     else:
-        c.data = given["data"]
+        given = {"model": unflatten_dict(open_weights(arg.path).settings, sep=".")}
+    c.model = given["model"]
+    c.data = {"task": arg.task or given.get("data", c.data)["task"]} if arg.task or not run else given["data"]
     with c.init.ignore_type():
         c.init.path, c.init.step = arg.path, int(arg.step) if arg.step.isdecimal() else arg.step
     c.optim.lr = 1e-4

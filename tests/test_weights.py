@@ -11,6 +11,7 @@ import pytest
 from eval.export import exported, find
 from eval.imported import imported
 from eval.restore import restore
+from model.asked import Asked
 from model.errors import UserError
 from model.paths import by_path
 from model.weights.folder import open_weights
@@ -214,7 +215,7 @@ def test_a_run_is_exported_and_read_back(family, tmp_path, capsys):
 )
 def test_what_a_family_has_no_words_for_is_refused(changes, words):
     with pytest.raises(UserError, match=words):
-        find(load(*SMALL, *changes).model.to_dict(), 64)
+        find(load(*SMALL, *changes).model.to_dict(), Asked(64))
 
 
 def test_one_half_of_the_bits_are_read_as_they_are(tmp_path):

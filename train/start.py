@@ -13,11 +13,12 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from model.asked import Asked
 from model.errors import UserError, closest
 from model.paths import as_tree, by_path
 from model.weights.family import differences, spelled_out
 from model.weights.folder import Weights, fit, open_weights
-from model.weights.names import Like, check_fit
+from model.weights.names import Like, check_fit, stacks
 from train import arrays, checkpoint, hosts
 from train import config as configs
 from train.run import Run
@@ -69,12 +70,13 @@ def of_weights(run: Run, folder: Path) -> Source:
     c = run.config
     if c.init.step != "latest":
         raise UserError(f"init.step is {c.init.step!r}, and {folder} is no run; allowed: latest")
-    if c.model.kind != "stack":
-        raise UserError(f"model.kind is {c.model.kind!r}, and {folder} holds a stack of layers; allowed: stack")
     weights = open_weights(folder)
+    kind = weights.settings.get("kind", "stack")
+    if c.model.kind != kind:
+        raise UserError(f"model.kind is {c.model.kind!r}, and {folder} is of another; allowed: {kind}")
     like = by_path(run.abstract.params)
-    fitted = fit(weights, like, c.model.layers, len(c.model.mixers), c.init.fresh)
-    tell_differences(weights, c, run.model.vocab_size)
+    fitted = fit(weights, like, stacks(c.model.to_dict()), c.init.fresh)
+    tell_differences(weights, c, run.objective.asked)
 
     def read(like: Like) -> dict[str, jax.Array]:
         return {path: fitted.load(path, one) for path, one in like.items()}
@@ -83,10 +85,10 @@ def of_weights(run: Run, folder: Path) -> Source:
     return Source(fitted.paths, read, {"step": None, "sha256": hosts.agree(lambda: file_hash(files))})
 
 
-def tell_differences(weights: Weights, c: ConfigDict, vocab_size: int) -> None:
+def tell_differences(weights: Weights, c: ConfigDict, asked: Asked) -> None:
     """Settings that have no parameters do not show in shapes: a model may be another in the same ones."""
     theirs = configs.resolve({"model": weights.settings}, file=str(weights.folder / "config.json"))
-    told = spelled_out(theirs.model.to_dict(), vocab_size), spelled_out(c.model.to_dict(), vocab_size)
+    told = spelled_out(theirs.model.to_dict(), asked), spelled_out(c.model.to_dict(), asked)
     for key, there, here in differences(*told):
         print(f"note: {key} is {here!r}, and {there!r} in {weights.folder}")
 

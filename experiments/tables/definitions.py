@@ -175,6 +175,19 @@ def seq2seq(task: str, scale: str) -> list[RunSpec]:
     ]
 
 
+def depth(scale: str) -> list[RunSpec]:
+    """The same Transformer at many depths, its norms before or after the sum, with and without warm-up."""
+    layers, seeds = choose("scale", scale, {"small": ((2, 6, 12, 24, 48), 2), "smoke": ((2, 6), 1)})
+    return [
+        RunSpec(
+            f"configs/depth.py:norm={norm},layers={n},warmup={warmup},size={scale}",
+            {"seed": seed},
+            {"norm": norm, "warmup": warmup, "layers": n},
+        )
+        for norm, warmup, n, seed in product(("pre", "post"), ("yes", "no"), layers, range(seeds))
+    ]
+
+
 TABLES = {
     table.name: table
     for table in [
@@ -273,6 +286,15 @@ TABLES = {
             by=("arch",),
             across=None,
             metric="test/exact",
+        ),
+        Table(
+            name="depth",
+            description="recall by Transformers of 2 to 48 layers, norms before or after the sum: which train",
+            runs=depth,
+            scales=("small", "smoke"),
+            by=("norm", "warmup"),
+            across="layers",
+            metric="test/accuracy",
         ),
         Table(
             name="precision",

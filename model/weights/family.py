@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from model.asked import Asked, Image
 from model.build import entry
 from model.errors import UserError
 from model.mlps.mlp import FORMS, mlp_width
@@ -21,6 +22,8 @@ class Model:
 
     shared: Mapping[str, Any]
     layers: tuple[Mapping[str, Any], ...]  # `mixer`, its settings, `position`, and `rope.theta`
+    encoder: tuple[Mapping[str, Any], ...]  # its layers, where there is one
+    asked: Asked
 
     def __getitem__(self, key: str) -> Any:
         return self.shared[key]
@@ -39,6 +42,7 @@ class Family:
     config: Callable[[Model], dict[str, Any]]  # what it cannot say is told by `settings`, which then says otherwise
     rows: Callable[[Settings], list[Row]]
     ignored: tuple[str, ...] = ()  # patterns of tensors that are no parameters of the model
+    asked: Callable[[Config], Asked] = lambda config: Asked(config.get("vocab_size"))  # what it takes and answers
 
 
 # What 0 or None stands for, by the key of a layer's setting.
@@ -46,6 +50,9 @@ DERIVED: dict[tuple[str, str], Callable[[Mapping[str, Any], int], Any]] = {
     ("attention", "n_kv_heads"): lambda own, width: own["n_heads"],
     ("attention", "head_dim"): lambda own, width: width // own["n_heads"],
     ("attention", "scale"): lambda own, width: own["head_dim"] ** -0.5,
+    ("cross_attention", "n_kv_heads"): lambda own, width: own["n_heads"],
+    ("cross_attention", "head_dim"): lambda own, width: width // own["n_heads"],
+    ("cross_attention", "scale"): lambda own, width: own["head_dim"] ** -0.5,
     ("mamba", "dt_rank"): lambda own, width: -(-width // 16),
     ("mamba2", "head_dim"): lambda own, width: min(64, max(1, own["expand"] * width // 4)),
 }
@@ -53,35 +60,51 @@ DERIVED: dict[tuple[str, str], Callable[[Mapping[str, Any], int], Any]] = {
 ASIDE = ("scan", "remat", "dtype", "dropout", "pool", "implementation", "dt_min", "dt_max", "vocab_size", "depth_init")
 ASIDE += ("jitter", "capacity", "balance", "router_z")
 # Said by what the layers have.
-OF_LAYERS = ("mixers", "mlp", "mlp_width", "mlp_multiple", "mlp_bias")
+OF_LAYERS = ("mixers", "mlp", "mlp_width", "mlp_multiple", "mlp_bias", "encoder_mixers", "encoder_layers")
 
 
-def spelled_out(c: Mapping[str, Any], vocab_size: int) -> Model:
+def spelled_out(c: Mapping[str, Any], asked: Asked) -> Model:
     """A resolved model section, layer by layer."""
     placed = not POSITIONS[c["position"]].needs_attention
-    shared = plain(c, (*ASIDE, *OF_LAYERS))
-    shared |= {"position": c["position"] if placed else "none", "vocab_size": vocab_size}
+    shared = plain(c, (*ASIDE, *OF_LAYERS, *(() if isinstance(asked.inputs, Image) or asked.image else ("patch",))))
+    shared |= {"position": c["position"] if placed else "none", "vocab_size": asked.vocab_size}
     if placed:
         shared |= {f"{c['position']}.{key}": value for key, value in c.get(c["position"], {}).items()}
-    names = c["mixers"]
-    layers = [layer_of(c, names[n % len(names)], placed) for n in range(c["layers"])]
-    return Model(shared, tuple(layers))
+    if asked.classifies:
+        shared["pool"] = c["pool"]
+
+    def side(mixers: tuple[str, ...], layers: int, attends: bool = False) -> tuple[dict[str, Any], ...]:
+        return tuple(layer_of(c, mixers[n % len(mixers)], placed, attends) for n in range(layers))
+
+    if c["kind"] != "encoder_decoder":
+        return Model(shared, side(c["mixers"], c["layers"]), (), asked)
+    reading = side(c["encoder_mixers"] or c["mixers"], c["encoder_layers"] or c["layers"])
+    return Model(shared, side(c["mixers"], c["layers"], attends=True), reading, asked)
 
 
-def layer_of(c: Mapping[str, Any], name: str, placed: bool) -> dict[str, Any]:
-    """All that a layer has."""
+def layer_of(c: Mapping[str, Any], name: str, placed: bool, attends: bool) -> dict[str, Any]:
+    """All that a layer has; `attends`: to a memory too."""
     one, own = entry(c, name), c.get(name, {})
-    layer = plain(own, ASIDE)
-    for (mixer, key), derive in DERIVED.items():
-        if mixer == one.mixer and key in layer and not layer[key]:
-            layer[key] = derive(layer, c["width"])
-    if not layer.get("qk_norm"):
-        layer.pop("qk_norm_eps", None)
+    layer = mixer_of(own, one.mixer, c["width"])
     position = one.position or ("none" if placed else c["position"])
     given = own if one.position else c
     layer |= {"mixer": one.mixer, "position": position}
     layer |= {f"{position}.{key}": value for key, value in given.get(position, {}).items()}
+    if attends:
+        crossing = mixer_of(c["cross_attention"], "cross_attention", c["width"])
+        layer |= {f"cross_attention.{key}": value for key, value in crossing.items()}
     return layer | mlp_of(c, one.mlp or c["mlp"])
+
+
+def mixer_of(own: Mapping[str, Any], kind: str, width: int) -> dict[str, Any]:
+    """A mixer's settings, with what 0 or None stands for."""
+    found = plain(own, (*ASIDE, "mlp"))
+    for (mixer, key), derive in DERIVED.items():
+        if mixer == kind and key in found and not found[key]:
+            found[key] = derive(found, width)
+    if not found.get("qk_norm"):
+        found.pop("qk_norm_eps", None)
+    return found
 
 
 def mlp_of(c: Mapping[str, Any], kind: str) -> dict[str, Any]:
@@ -102,10 +125,15 @@ def plain(section: Mapping[str, Any], without: tuple[str, ...]) -> dict[str, Any
     return {key: value for key, value in section.items() if not isinstance(value, Mapping) and key not in without}
 
 
+SIDES = {"layer": "layers", "encoder layer": "encoder"}
+
+
 def differences(this: Model, other: Model) -> Iterator[tuple[str, Any, Any]]:
     """Every setting in which two models are not the same, and what it is in each; of layers in the first one."""
     pairs = [("model.", this.shared, other.shared)]
-    pairs += [(f"layer {n}'s ", *both) for n, both in enumerate(zip(this.layers, other.layers, strict=False))]
+    for name, side in SIDES.items():
+        layers = zip(*(getattr(model, side) for model in (this, other)), strict=False)
+        pairs += [(f"{name} {n}'s ", *both) for n, both in enumerate(layers)]
     told = set()
     for where, a, b in pairs:
         for key in sorted(a.keys() | b.keys()):

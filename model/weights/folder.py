@@ -8,10 +8,11 @@ from typing import Any
 
 import jax
 
+from model.asked import Asked
 from model.errors import UserError, choose
 from model.weights import FAMILIES
 from model.weights.family import Family, Settings
-from model.weights.names import Like, Link, check_fit, links, load
+from model.weights.names import Like, Link, Stacks, check_fit, links, load
 from model.weights.safetensors import Stored, read_folder, read_json
 
 
@@ -23,6 +24,7 @@ class Weights:
     family: Family
     config: Mapping[str, Any]  # theirs
     settings: Settings  # ours, of the model section
+    asked: Asked
     tensors: Mapping[str, Stored]
 
 
@@ -34,7 +36,7 @@ def open_weights(folder: str | Path) -> Weights:
     if not isinstance(config.get("model_type"), str):
         raise UserError(f"{folder / 'config.json'} has no model_type; choose from {', '.join(sorted(FAMILIES))}")
     family = choose("model_type", config["model_type"], FAMILIES)
-    return Weights(folder, family, config, family.settings(config), tensors)
+    return Weights(folder, family, config, family.settings(config), family.asked(config), tensors)
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,10 @@ class Fitted:
         return load(path, like, self.table, self.tensors)
 
 
-def fit(weights: Weights, like: Like, layers: int, cycle: int, fresh: Sequence[str] | None = None) -> Fitted:
-    """The parameters that a model of so many layers can take; raises UserError, naming the first that does not fit."""
+def fit(weights: Weights, like: Like, stacks: Stacks, fresh: Sequence[str] | None = None) -> Fitted:
+    """The parameters that a model of these stacks can take; raises UserError, naming the first that does not fit."""
     family = weights.family
-    table = links(family.rows(weights.settings), layers, cycle)
+    table = links(family.rows(weights.settings), stacks)
     tensors = named(weights, {name for link in table for name in link.theirs})
     there, here = {}, {path: words(x.shape) for path, x in like.items()}
     for link in table:
@@ -80,7 +82,7 @@ def fit(weights: Weights, like: Like, layers: int, cycle: int, fresh: Sequence[s
 def named(weights: Weights, known: set[str]) -> dict[str, Stored]:
     """The tensors under the names of a table: files of a bare backbone leave out what these begin with."""
     prefix = weights.family.prefix
-    if any(name in known for name in weights.tensors if name.startswith(prefix)):
+    if not prefix or any(name in known for name in weights.tensors if name.startswith(prefix)):
         return dict(weights.tensors)
     return {prefix + name if prefix + name in known else name: x for name, x in weights.tensors.items()}
 

@@ -1,13 +1,14 @@
 """A table of names, both ways: what a parameter of ours is called elsewhere, and how its numbers lie there.
 
 A row joins parameters of ours with tensors of theirs by a form, which turns the one into the other and back. Parameters
-under `layer/` are those of a layer, and `{layer}` is its number. In a stack the layers of each kind lie in one array
-(see model/stack.py), so a place is a path and an index along its first axis.
+under `layer/`, or `encoder/layer/`, are those of a layer, and `{layer}` is its number. In a stack the layers of each
+kind lie in one array (see model/stack.py), so a place is a path and an index along its first axis.
 """
 
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -108,26 +109,41 @@ def shape_at(like: Like, place: Place) -> tuple[int, ...]:
     return like[path].shape if index is None else like[path].shape[1:]
 
 
+Stacks = Mapping[
+    str, tuple[int, int]
+]  # where a stack lies, as `encoder/`, -> its layers, and the kinds that take turns
+
+
+def stacks(c: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
+    """Those of a model section."""
+    own = (c["layers"], len(c["mixers"]))
+    if c["kind"] != "encoder_decoder":
+        return {"": own}
+    return {"encoder/": (c["encoder_layers"] or c["layers"], len(c["encoder_mixers"] or c["mixers"])), "decoder/": own}
+
+
 def place_of(path: str, layer: int, layers: int, cycle: int) -> Place:
-    """Where a parameter of a layer lies in a stack of `layers`, in which `cycle` kinds take turns."""
+    """Where a parameter `SIDE/layer/NAME` lies in a stack of `layers`, in which `cycle` kinds take turns."""
+    side, _, name = path.partition("layer/")
     repeat, kind = divmod(layer, cycle)
     looped = repeat < layers // cycle
     room = "layers" if looped else "rest"
-    return f"stack/{room}/block_{kind}/{path.removeprefix('layer/')}", repeat if looped else None
+    return f"{side}stack/{room}/block_{kind}/{name}", repeat if looped else None
 
 
-def links(rows: Sequence[Row], layers: int, cycle: int) -> list[Link]:
+def links(rows: Sequence[Row], stacks: Stacks) -> list[Link]:
     """Every row, of every layer."""
     found = []
     for one in rows:
-        if any(path.startswith("layer/") for path in one.ours):
-            for n in range(layers):
-                ours = tuple(place_of(path, n, layers, cycle) for path in one.ours)
-                # Not str.format: a name may have braces of its own.
-                theirs = tuple(name.replace("{layer}", str(n)) for name in one.theirs)
-                found.append(Link(ours, theirs, one.form))
-        else:
+        side = next((side for side in stacks if one.ours[0].startswith(f"{side}layer/")), None)
+        if side is None:
             found.append(Link(tuple((path, None) for path in one.ours), one.theirs, one.form))
+            continue
+        layers, cycle = stacks[side]
+        for n in range(layers):
+            ours = tuple(place_of(path, n, layers, cycle) for path in one.ours)
+            theirs = tuple(name.replace("{layer}", str(n)) for name in one.theirs)
+            found.append(Link(ours, theirs, one.form))
     return found
 
 

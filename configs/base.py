@@ -1,9 +1,9 @@
 """Every knob that no mixer, position, task or objective has for itself: what it may be, its default, what it does.
 
-Four keys are choices: `model.mixers`, `model.position`, `data.task` and `objective.kind`. Each brings a section named
-after what was chosen, filled with that choice's own defaults (`model.mamba.state`, `model.rope.theta`,
-`data.mqar.length`, `objective.masked.rate`), so a config states only what differs and a run's `config.json` holds only
-what it used.
+Some keys are choices: `model.kind`, `model.mixers`, `model.encoder_mixers`, `model.position`, `model.mlp`, `data.task`
+and `objective.kind`. Each brings a section named after what was chosen, filled with that choice's own defaults
+(`model.mamba.state`, `model.rope.theta`, `data.mqar.length`, `objective.masked.rate`), so a config states only what
+differs and a run's `config.json` holds only what it used.
 
 Layers that share a mixer may differ: a name of one's own in `model.mixers` has a section that says which mixer it is
 (`model.local.mixer`), perhaps a position of its own (`model.local.position`, `model.local.rope.theta`), and whatever
@@ -43,9 +43,10 @@ from train.objectives import OBJECTIVES
 
 @dataclass(frozen=True)
 class Model:
-    # stack: layers of mixers. encoder_decoder: layers that read a source both ways, and layers that write its target
-    # and attend to it. seq2seq: a GRU reads, another writes and looks back; without mixers or positions, it has of this
-    # section the width (half for each direction of the reader), the dropout and the dtype.
+    # stack: layers of mixers, which read a pair of rows as one. towers: the same layers over each row of a pair.
+    # encoder_decoder: layers that read a source both ways, and layers that write its target and attend to it. seq2seq:
+    # a GRU or LSTM reads, another writes and looks back; without mixers or positions, it has of this section the width
+    # (half for each direction of the reader), the dropout and the dtype.
     kind: Literal[*KINDS] = "stack"
     vocab_size: Literal[0] | Dim = 0  # 0: the task's; else no less than that
     width: Dim = 64

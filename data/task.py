@@ -41,6 +41,8 @@ class Task:
     kind: ClassVar[str]  # lm, classify, label
     n_classes: ClassVar[int] = 0  # classify and label only
     next_token: ClassVar[bool] = False  # whether targets are the inputs one token on, to be read by who sees ahead
+    running_text: ClassVar[bool] = False  # whether rows are text of which other targets can be made
+    whole_answers: ClassVar[bool] = False  # whether an answer that is right in all places counts besides
     block: ClassVar[int] = 1  # examples made together from one random stream, where that is faster
     pair: ClassVar[bool] = False  # whether an example is of two rows
     by_epoch: ClassVar[bool] = False  # whether a finite training set changes from epoch to epoch
@@ -72,6 +74,15 @@ class Task:
         """What a model must know to be built for this task."""
         rows = dict(inputs=self.inputs, image=self.image, pair=self.pair)
         return Asked(self.vocab_size, self.n_classes, self.tail, labels=self.kind == "label", **rows)
+
+    @property
+    def target_length(self) -> int:
+        """Tokens of the rows that answers are read off: `inputs`."""
+        return self.length
+
+    def resized(self, length: int) -> dict[str, Any]:
+        """The fields that another length changes."""
+        return {"length": length}
 
     def sizes(self) -> dict[str, int | None]:
         """Examples per split; None: an endless stream of fresh ones."""

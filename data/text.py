@@ -33,6 +33,7 @@ class Text(Task):
     vocab_size: ClassVar[int] = 256
     by_epoch: ClassVar[bool] = True  # the phase
     next_token: ClassVar[bool] = True
+    running_text: ClassVar[bool] = True
 
     path: str = ""  # a file, or a folder: all its files, sorted, hidden ones skipped, a zero byte between two
     length: Length = 256  # bytes the model sees

@@ -30,6 +30,7 @@ class Asked:
     source: int = 0  # tokens of a second sequence, which the rows of the first are an answer to; 0: there is none
     inputs: Vectors | Image | None = None  # None: token ids, [B, L]
     image: Image | None = None  # what stands in front of a row of tokens
+    values: bool = False  # whether it asks for the numbers of what it masks of its real inputs
     pair: bool = False  # whether it asks about two rows, [B, L] each
 
     @property
@@ -39,4 +40,4 @@ class Asked:
 
 
 # The parts of a batch that a model is called with, by name, besides its inputs.
-ARGUMENTS = ("segments", "at", "source", "source_segments", "image", "other", "other_segments")
+ARGUMENTS = ("segments", "at", "source", "source_segments", "image", "other", "other_segments", "masked")

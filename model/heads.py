@@ -92,7 +92,28 @@ class LabelHead(nn.Module):
         return dense(self.n_classes, ("embed", None), self.dtype, "classes", bias=True, out=wide(self.dtype))(x)
 
 
-Head = TokenHead | ClassHead | LabelHead
+class ValueHead(nn.Module):
+    """Real numbers, of each vector or patch."""
+
+    n_values: int
+    norm: str = "rmsnorm"
+    norm_eps: float = 1e-5
+    dtype: Any = jnp.float32
+
+    n_classes: ClassVar[int] = 0  # it is no classifier
+    of_row: ClassVar[bool] = False
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
+    ) -> jax.Array:
+        """`[B, L, C]`; x: [B, L, D]."""
+        if self.norm != "none":
+            x = norm(self.norm, self.dtype, "norm", self.norm_eps)(x)
+        return dense(self.n_values, ("embed", None), self.dtype, "values", bias=True, out=wide(self.dtype))(x)
+
+
+Head = TokenHead | ClassHead | LabelHead | ValueHead
 
 
 def pooled(x: jax.Array, segments: jax.Array | None, pool: str) -> jax.Array:

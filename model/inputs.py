@@ -12,7 +12,8 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from model.asked import Asked, Image
+from model.asked import Asked, Image, Vectors
+from model.contract import wide
 from model.layers import Dense, Embed, check_divides
 
 Segments = jax.Array | None
@@ -38,6 +39,11 @@ def patch_grid(image: Image, patch: int) -> tuple[int, int]:
     for side in ("height", "width"):
         check_divides("model.patch", patch, f"the image's {side}", getattr(image, side))
     return image.height // patch, image.width // patch
+
+
+def n_values(inputs: Vectors | Image, patch: int) -> int:
+    """Numbers in a vector, or in a patch."""
+    return inputs.channels * (patch**2 if isinstance(inputs, Image) else 1)
 
 
 class Input(nn.Module):
@@ -81,12 +87,21 @@ class LinearInput(Input):
 
     patch: int | None = None  # the side of the squares that images `[B, height, width, C]` are cut into
     n_patches: int = 0
+    masks: bool = False  # whether some may be masked: one learned vector then stands in their place
 
     def setup(self) -> None:
         self.embed = Dense((self.width,), (None, "embed"), bias=True, dtype=self.dtype)
+        if self.masks:
+            init = nn.with_logical_partitioning(nn.initializers.normal(0.02), ("embed",))
+            self.mask = self.param("mask", init, (self.width,), wide(self.dtype))
 
-    def __call__(self, values: jax.Array, segments: Segments = None) -> Row:
-        return Row(self.embed(patches(values, self.patch) if self.patch else values), segments)
+    def __call__(self, values: jax.Array, segments: Segments = None, masked: jax.Array | None = None) -> Row:
+        """`masked`, of each vector `[B, L]` or each pixel `[B, height, width]`; a patch is masked as a whole."""
+        x = self.embed(patches(values, self.patch) if self.patch else values)
+        if masked is not None:
+            masked = patches(masked[..., None], self.patch)[..., :1] if self.patch else masked[..., None]
+            x = jnp.where(masked, self.mask.astype(x.dtype), x)
+        return Row(x, segments)
 
     def row_length(self, length: int) -> int:
         return self.n_patches if self.patch else length
@@ -116,6 +131,37 @@ class ImageTextInput(TokenInput):
         return self.image(width=self.width, parent=None).n_patches + length
 
 
+class PairInput(TokenInput):
+    """Both texts of a pair in one row, a separator between them: a cross-encoder, as BERT reads pairs.
+
+    The separator is the last of the ids. Vectors of the two sides differ by one that is learned for each.
+    """
+
+    def setup(self) -> None:
+        super().setup()
+        self.sides = Embed(2, self.width, dtype=self.dtype)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        segments: Segments = None,
+        other: jax.Array | None = None,
+        other_segments: Segments = None,
+    ) -> Row:
+        (B, L), M = tokens.shape, other.shape[1]
+        separator = jnp.full((B, 1), self.vocab_size - 1, tokens.dtype)
+        x = super().__call__(jnp.concatenate([tokens, separator, other], axis=1)).x
+        side = (jnp.arange(L + 1 + M) > L).astype(jnp.int32)
+        if segments is not None or other_segments is not None:  # one document: each text sees the other
+            real = [jnp.ones(t.shape, bool) if s is None else s > 0 for t, s in ((tokens, segments), (separator, None))]
+            real += [jnp.ones(other.shape, bool) if other_segments is None else other_segments > 0]
+            segments = jnp.concatenate(real, axis=1).astype(jnp.int32)
+        return Row(x + self.sides(side), segments)
+
+    def row_length(self, length: int) -> int:
+        return 2 * length + 1
+
+
 def input_for(c: Mapping[str, Any], asked: Asked, dtype: Any) -> Callable[..., Input]:
     """The input that a task's rows call for, by the settings of a config's model section."""
     shared = dict(width=c["width"], dtype=dtype)
@@ -124,6 +170,8 @@ def input_for(c: Mapping[str, Any], asked: Asked, dtype: Any) -> Callable[..., I
     if isinstance(image, Image):
         linear = partial(LinearInput, patch=c["patch"], n_patches=math.prod(patch_grid(image, c["patch"])))
     if asked.inputs is not None:
-        return partial(linear, **shared)
+        return partial(linear, **shared, masks=asked.values)
     tokens = dict(shared, vocab_size=asked.vocab_size, scale=c["embed_scale"])
+    if asked.pair:
+        return partial(PairInput, **tokens | dict(vocab_size=asked.vocab_size + 1))
     return partial(ImageTextInput, **tokens, image=linear) if image else partial(TokenInput, **tokens)

@@ -20,6 +20,7 @@ class SequenceModel(nn.Module):
     head: Callable[..., Head]
 
     shortest_prompt: ClassVar[int] = 1  # tokens from which it can go on
+    source: ClassVar[int] = 0  # it reads one sequence
 
     @nn.compact
     def __call__(
@@ -79,10 +80,18 @@ class SequenceModel(nn.Module):
         """The number of positions that it can place; None: any."""
         return self.bare().limit()
 
+    def source_limit(self) -> None:
+        """None: it reads no source."""
+        return None
+
     def init_state(self, batch: int, max_len: int) -> State:
         """An empty past of every layer, for generation."""
         return self.bare().init_state(batch, max_len)
 
     def state_bytes(self, length: int) -> int:
         """Bytes that the layers keep of one row's past of `length` tokens, and what stands in front of them."""
-        return self.bare().state_bytes(self.input(parent=None).row_length(length))
+        return self.bare().state_bytes(self.row_length(length))
+
+    def row_length(self, length: int) -> int:
+        """Vectors that a task's row of `length` becomes, less one in front for a class."""
+        return self.input(parent=None).row_length(length)

@@ -35,6 +35,14 @@ MISTAKES = {
     "the mesh": (["--config.mesh.tensor=3"], "mesh .*tensor=3.* there are 1"),
     "no text": (["--config.data.task=text"], "text"),
     "an absent text": (["--config.data.task=text", "--config.data.text.path=nowhere.txt"], "nowhere.txt"),
+    "an unknown objective": (
+        ["--config.objective.kind=maskd"],
+        "objective.kind is 'maskd'; allowed: task, .*closest: masked",
+    ),
+    "an objective of text": (
+        ["--config.objective.kind=infilling"],
+        "'infilling' needs running text, and task 'mqar' has none; .*closest: objective.kind=task",
+    ),
     "a schedule": (["--config.optim.schedule=cosin"], "optim.schedule is 'cosin'; allowed: .*closest: cosine"),
     "accumulation": (["--config.optim.accumulate=3"], "optim.accumulate 3 does not divide batch_size 16"),
     "a policy": (["--config.nonfinite=ignore"], "nonfinite is 'ignore'; allowed: stop, skip, rollback; usual: stop"),

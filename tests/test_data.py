@@ -24,6 +24,11 @@ SECTIONS = {
     "shapes": {"side": 16},
     "shape_questions": {"side": 20},
     "matching": {"length": 12},
+    "copy": {"length": 9, "min_length": 6, "vocab_size": 8},
+    "reverse": {"length": 9, "min_length": 5},
+    "sort": {"length": 9, "min_length": 6},
+    "dates": {},
+    "translate": {"length": 12, "nouns": 5, "verbs": 3, "adjectives": 2},
 }
 
 
@@ -76,12 +81,15 @@ def test_examples_keep_the_contract(task, split):
     batch = batch_at(task, 0, split, B, 0)
     reals = {"weights", "image"} | ({"inputs"} if task.inputs else set())
     if task.inputs is None:
-        assert batch["inputs"].shape == (B, task.length)
+        assert batch["inputs"].shape == (B, task.target_length)
         assert 0 <= batch["inputs"].min() <= batch["inputs"].max() < task.vocab_size
     elif isinstance(task.inputs, Vectors):
         assert batch["inputs"].shape == (B, task.length, task.inputs.channels)
     else:
         assert batch["inputs"].shape == (B, *dataclasses.astuple(task.inputs))
+    if task.asked.source:
+        assert batch["source"].shape == batch["source_segments"].shape == (B, task.length)
+        assert 0 <= batch["source"].min() <= batch["source"].max() < task.vocab_size
     assert ("image" in batch) == (task.image is not None)
     assert task.image is None or batch["image"].shape == (B, *dataclasses.astuple(task.image))
     assert ("other" in batch) == task.pair

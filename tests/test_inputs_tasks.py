@@ -9,6 +9,8 @@ import pytest
 from data import build
 from data.shape_questions import WORDS
 from data.shapes import COLOURS, SHAPES
+from eval.continuation import check_tokens
+from model.errors import UserError
 from tests.test_data import examples, holds
 
 # --- adding ---
@@ -141,3 +143,11 @@ def test_documents_match_if_their_topic_words_are_the_same():
     assert matches / 1000 == pytest.approx(0.3, abs=0.05)
     assert task.baselines() == {"majority": 0.7}
     assert all(e["targets"] for e in examples(build("matching", {"positives": 1.0}), "train", 200))
+
+
+@pytest.mark.quick
+def test_suites_of_token_rows_refuse_other_tasks():
+    for name, says in {"shapes": "real numbers", "shape_questions": "an image", "matching": "pairs of rows"}.items():
+        with pytest.raises(UserError, match=f"task '{name}' brings {says}.*; allowed: --suite=accuracy"):
+            check_tokens(build(name, {}))
+    check_tokens(build("mqar", {}))

@@ -266,3 +266,22 @@ def test_the_fingerprint_of_a_text_is_that_of_its_bytes_wherever_they_lie(tmp_pa
     changed.write_bytes(whole)
     prints = [build("text", {"path": str(p), "length": 16}).fingerprint(0) for p in (book, copy, changed)]
     assert prints[0] == prints[1] != prints[2]
+
+
+# --- labels ---
+
+
+@pytest.mark.quick
+def test_running_sum_labels_every_token_with_the_sum_so_far():
+    task = build("running_sum", {"length": 9, "modulus": 3})
+    labels = Counter()
+    for e in examples(task, "train", 900):
+        total = 0
+        for token, label, place, bin_ in zip(e["inputs"], e["targets"], range(1, 10), e["attr_position"], strict=True):
+            total = total + 1 if token == 1 else total + 2 if token == 2 else total
+            while total >= 3:
+                total -= 3
+            assert label == total and holds(task.attributes["position"][bin_], place)
+            labels[place, int(label)] += 1
+    assert len(labels) == 27 and max(labels.values()) < 1.4 * min(labels.values()), "labels are alike at every token"
+    assert task.baselines() == {"chance": 1 / 3}

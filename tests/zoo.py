@@ -29,7 +29,7 @@ VARIANTS = {
         {"score": "multiplicative"},
         {"qk_norm": True, "gate": True},
         {"soft_cap": 2.0, "sinks": True},
-        {"n_heads": 3, "head_dim": 6, "bias": "all", "qk_norm": "all", "scale": 0.5, "gate": True},
+        {"n_heads": 3, "head_dim": 8, "bias": "all", "qk_norm": "all", "scale": 0.5, "gate": True},
     ],
     "b2s6": [{"blocks": 2, "state": 8}],
     "gru": [{"hidden": 12}],

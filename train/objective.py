@@ -20,6 +20,7 @@ from model.asked import ARGUMENTS, Asked
 from model.build import Model
 from model.errors import UserError
 from model.settings import at_least, below, check_fields
+from train import corruption
 
 Batch = Mapping[str, jax.Array]
 Sums = dict[str, tuple[jax.Array, jax.Array]]  # metric -> (sum, count)
@@ -37,13 +38,15 @@ class Objective:
     name: ClassVar[str]
     # Whether it makes its own targets from running text.
     needs_text: ClassVar[bool] = False
+    # The values of `model.kind` that can serve it; (): any.
+    model_kinds: ClassVar[tuple[str, ...]] = ()
     # Whether its loss is the mean of -log p of what the task asks for, of which the exponential is a perplexity.
     likelihood: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_fields(self, f"objective.{self.name}")
-        if self.needs_text and not self.task.next_token:
-            able = ", ".join(name for name, task in TASKS.items() if task.next_token)
+        if self.needs_text and not self.task.running_text:
+            able = ", ".join(name for name, task in TASKS.items() if task.running_text)
             raise UserError(
                 f"objective {self.name!r} needs running text, and task {self.task.name!r} has none; allowed: "
                 f"data.task={able}; closest: objective.kind=task"
@@ -52,6 +55,14 @@ class Objective:
 
     def check_task(self, task: Task) -> None:
         """Raises UserError if the settings do not go with the task."""
+
+    def check_kind(self, kind: str) -> None:
+        """Raises UserError if models of a kind cannot serve it."""
+        if self.model_kinds and kind not in self.model_kinds:
+            raise UserError(
+                f"objective {self.name!r} cannot be served by model.kind {kind!r}; allowed: "
+                f"{', '.join(self.model_kinds)}; closest: model.kind={self.model_kinds[0]}"
+            )
 
     def check_model(self, model: Model, section: Mapping[str, Any]) -> None:
         """Raises UserError if a model, that of a config's section, sees its answers or not what they follow from."""
@@ -74,7 +85,7 @@ class Objective:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Of the sequences that a model is given."""
-        return (self.task.length,)
+        return self.task.length, self.task.target_length
 
     @property
     def attributes(self) -> dict[str, tuple[str, ...]]:
@@ -88,18 +99,23 @@ class Objective:
     def __call__(self, model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> Sums:
         """Loss and accuracy; a test slices the accuracy by every bin of every attribute."""
         batch = self.view(batch, rng)
-        logits, reports = answers(model, params, batch, rng)
-        weights = batch["weights"]
-        logits = jnp.where(weights[..., None] > 0, logits, 0)  # what is not asked may be answered by NaN
-        smoothing = 0.0 if rng is None else self.label_smoothing
-        loss = cross_entropy(logits, batch["targets"], smoothing) * weights
-        hits = (jnp.argmax(logits, -1) == batch["targets"]) * weights
-        count = weights.sum()
+        found, reports = answers(model, params, batch, rng)
+        loss, hits, weights = self.judge(found, batch, train=rng is not None)
+        loss, hits, count = loss * weights, hits * weights, weights.sum()
         sums = {"loss": (loss.sum(), count), "accuracy": (hits.sum(), count)}
         sums |= {name: (value * count, count) for name, value in reports.items()}
         if rng is None:
-            sums |= sliced(self.attributes, batch, hits)
+            sums |= sliced(self.attributes, batch, hits, weights)
+        if self.task.whole_answers:
+            sums |= exact(self.attributes if rng is None else {}, batch, hits)
         return sums
+
+    def judge(self, found: jax.Array, batch: Batch, train: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Of each target the loss, whether the model's answer hits it, and how much it counts."""
+        weights = batch["weights"]
+        logits = jnp.where(weights[..., None] > 0, found, 0)  # what is not asked may be answered by NaN
+        loss = cross_entropy(logits, batch["targets"], self.label_smoothing if train else 0.0)
+        return loss, jnp.argmax(logits, -1) == batch["targets"], weights
 
 
 def answers(model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -124,6 +140,16 @@ def answers(model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> t
     return logits, reports
 
 
+def row_keys(rng: jax.Array | None, tokens: jax.Array) -> jax.Array:
+    """A key for each row `[B]` of tokens to be corrupted by; a test asks the same each time."""
+    return corruption.row_keys(jax.random.key(0) if rng is None else rng, tokens)
+
+
+def row_weights(batch: Batch) -> jax.Array:
+    """The weight `[B]` of each row: 0 where it is past the end of its split."""
+    return (batch["weights"] > 0).any(axis=1).astype(batch["weights"].dtype)
+
+
 def arguments(batch: Batch) -> Batch:
     """What of a batch a model is called with, besides its inputs."""
     return {name: batch[name] for name in ARGUMENTS if name in batch}
@@ -137,12 +163,27 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float = 0.0)
     return (1 - smoothing) * loss - smoothing * jax.nn.log_softmax(logits).mean(-1)
 
 
-def sliced(attributes: Mapping[str, tuple[str, ...]], batch: Batch, hits: jax.Array) -> Sums:
+def sliced(attributes: Mapping[str, tuple[str, ...]], batch: Batch, hits: jax.Array, weights: jax.Array) -> Sums:
     """Accuracy within every bin of every attribute."""
     sums = {}
     for name, labels in attributes.items():
         bins = batch[f"attr_{name}"].reshape(-1)
         sums[f"accuracy/{name}"] = tuple(
-            jax.ops.segment_sum(values.reshape(-1), bins, len(labels)) for values in (hits, batch["weights"])
+            jax.ops.segment_sum(values.reshape(-1), bins, len(labels)) for values in (hits, weights)
         )
+    return sums
+
+
+def exact(attributes: Mapping[str, tuple[str, ...]], batch: Batch, hits: jax.Array) -> Sums:
+    """Rows whose every target is hit, also within the bins of attributes, which are the same all along a row.
+
+    All of an answer is then what the model would write by itself, taking the likeliest token each time.
+    """
+    weights = batch["weights"]
+    rows = (weights > 0).any(-1).astype(jnp.float32)
+    right = (hits >= weights).all(-1) * rows
+    sums = {"exact": (right.sum(), rows.sum())}
+    for name, labels in attributes.items():
+        bins = batch[f"attr_{name}"].max(-1)  # padding has 0
+        sums[f"exact/{name}"] = tuple(jax.ops.segment_sum(values, bins, len(labels)) for values in (right, rows))
     return sums

@@ -14,10 +14,12 @@ from model.documents import document_positions, open_reading
 from model.errors import UserError, choose
 from model.settings import Fraction, Length, above, at_most
 from train import corruption
-from train.objective import Batch, Objective
+from train.contrastive import Contrastive
+from train.denoising import Infilling, SpanCorruption
+from train.masked_values import MaskedValues
+from train.objective import Batch, Objective, row_keys, row_weights
 
 Share = Annotated[float, above(0), at_most(1)]
-TESTED = 0  # the seed of what a test corrupts, so that it asks the same each time
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Masked(Objective):
             random_share=self.random,
         )
         real = None if segments is None else segments > 0
-        inputs, at, counts = jax.vmap(one)(keys(rng, tokens), tokens, real)
+        inputs, at, counts = jax.vmap(one)(row_keys(rng, tokens), tokens, real)
 
         def taken(array: jax.Array) -> jax.Array:
             return jnp.take_along_axis(array, at, axis=1)
@@ -134,21 +136,13 @@ class Masked(Objective):
             "inputs": inputs,
             "at": at,
             "targets": taken(tokens),
-            "weights": counts * whole_rows(batch)[:, None],
+            "weights": counts * row_weights(batch)[:, None],
         }
 
 
-def keys(rng: jax.Array | None, tokens: jax.Array) -> jax.Array:
-    """A key for each row `[B]` of tokens to be corrupted by."""
-    return corruption.row_keys(jax.random.key(TESTED) if rng is None else rng, tokens)
-
-
-def whole_rows(batch: Batch) -> jax.Array:
-    """The weight `[B]` of a row: 0 where it is past the end of its split."""
-    return (batch["weights"] > 0).any(axis=1).astype(batch["weights"].dtype)
-
-
-OBJECTIVES: dict[str, type[Objective]] = {one.name: one for one in (TaskTargets, PrefixLM, Masked)}
+OBJECTIVES: dict[str, type[Objective]] = {
+    one.name: one for one in (TaskTargets, PrefixLM, Masked, SpanCorruption, Infilling, MaskedValues, Contrastive)
+}
 
 
 def build(section: Mapping[str, Any], task: Task) -> Objective:

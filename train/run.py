@@ -90,6 +90,7 @@ def prepare(config: ConfigDict, task: data.Task | None = None) -> Run:
 
 def model_for(objective: Objective, config: ConfigDict) -> build.Model:
     section = config.model.to_dict()
+    objective.check_kind(section["kind"])
     model = build.build(section, objective.asked)
     objective.check_model(model, section)
     return model
@@ -102,14 +103,15 @@ def at_length(run: Run, length: int) -> Run:
     with sharding.in_force(mesh, rules):
         share = placement.shards("batch")  # a row for every device
     try:
-        task = data.build(run.task.name, c.data[run.task.name].to_dict() | {"length": length})
+        changed = run.task.resized(length)
+        task = data.build(run.task.name, c.data[run.task.name].to_dict() | changed)
         objective = build_objective(c.objective.to_dict(), task)
         for each in objective.lengths:
             sharding.check_batch(mesh, rules, share, each, accumulate=1)
     except UserError as error:
         raise UserError(f"test_lengths has {length!r}: {error}") from None
     examples, room = c.batch_size * c.eval_batches, c.batch_size * run.task.length // length
-    c.data[task.name].length = length
+    c.data[task.name].update(changed)
     c.batch_size = max((n for n in range(share, room + 1, share) if examples % n == 0), default=share)
     c.eval_batches = examples // c.batch_size
     model = model_for(objective, c)  # the same parameters; where the tail begins may depend on the length

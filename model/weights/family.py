@@ -136,7 +136,7 @@ def differences(this: Model, other: Model) -> Iterator[tuple[str, Any, Any]]:
         pairs += [(f"{name} {n}'s ", *both) for n, both in enumerate(layers)]
     told = set()
     for where, a, b in pairs:
-        for key in sorted(a.keys() | b.keys()):
+        for key in sorted(a.keys() | b.keys(), key=lambda key: ("." in key, key)):  # choices before their settings
             if not alike(a.get(key), b.get(key)) and key not in told:
                 told.add(key)
                 yield f"{where}{key}", a.get(key), b.get(key)

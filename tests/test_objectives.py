@@ -331,10 +331,11 @@ def without_text(kind, overrides):
 
 
 def test_a_refusal_on_the_command_line(text, tmp_path):
-    flags = [f"--config.{key}={value}" for key, value in (("data.task", "text"), ("data.text.path", text))]
+    flags = ["--config.data.task=text", f"--config.data.text.path={text}", f"--config.data.text.length={L}"]
     flags += ["--config.objective.kind=masked", f"--config={DEBUG}", f"--workdir={tmp_path / 'run'}"]
     command = fork("train", *flags)
-    assert command.wait() == 2 and len(command.stderr.strip().splitlines()) == 1, command.stderr
+    assert command.wait() == 2 and command.stderr.startswith("error: objective 'masked' asks"), command.stderr
+    assert command.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 

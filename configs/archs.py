@@ -4,6 +4,17 @@ from ml_collections import ConfigDict
 
 from model.errors import choose
 
+# The Transformer's shape (arXiv:1706.03762): norms after the sums and none at the end, waves added to the embeddings.
+TRANSFORMER = dict(
+    kind="encoder_decoder",
+    mixers=("attention",),
+    position="sinusoidal",
+    norm="layernorm",
+    norm_order="post",
+    final_norm=False,
+    mlp="relu",
+)
+
 ARCHS = {
     "attention": dict(mixers=("attention",), position="rope"),  # multi-head softmax attention, rotary positions
     "alibi": dict(mixers=("attention",), position="alibi"),  # multi-head softmax attention, linear biases
@@ -23,8 +34,23 @@ ARCHS = {
     "rwkv6": dict(mixers=("rwkv6",), rwkv6=dict(mix_rank=8, decay_rank=16)),
     "lstm": dict(mixers=("lstm",), mlp="none"),  # gated recurrence, one token after another
     "gru": dict(mixers=("gru",), mlp="none"),  # gated recurrence with three gates instead of four
-    # An encoder and a decoder that looks back (arXiv:1409.0473), for tasks that ask at the end of their rows.
+    # Recurrent encoder and decoder, for tasks with a source or that ask at the end of their rows; the decoder looks at
+    # every token of the source (arXiv:1409.0473), or knows one vector of it (arXiv:1406.1078).
     "seq2seq": dict(kind="seq2seq", mixers=()),
+    "seq2seq_vector": dict(kind="seq2seq", mixers=(), seq2seq=dict(attention=False)),
+    "transformer": TRANSFORMER,  # encoder and decoder of attention, in any size
+    # The base model of the paper's table 3; its waves are as large as its embeddings, times the root of the width.
+    "transformer_base": TRANSFORMER
+    | dict(
+        width=512,
+        layers=6,
+        mlp_width=2048,
+        dropout=0.1,
+        embed_scale=512**0.5,
+        sinusoidal=dict(amplitude=1.0),
+        attention=dict(n_heads=8),
+        cross_attention=dict(n_heads=8),
+    ),
     "hybrid": dict(mixers=("mamba", "attention")),  # alternating, positions from the recurrence alone
     # Jamba (arXiv:2403.19887): one attention layer in eight, the fifth, without positions.
     "jamba": dict(mixers=("mamba",) * 4 + ("attention",) + ("mamba",) * 3),

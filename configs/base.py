@@ -1,9 +1,9 @@
 """Every knob that no mixer, position, task or objective has for itself: what it may be, its default, what it does.
 
-Four keys are choices: `model.mixers`, `model.position`, `data.task` and `objective.kind`. Each brings a section named
-after what was chosen, filled with that choice's own defaults (`model.mamba.state`, `model.rope.theta`,
-`data.mqar.length`, `objective.masked.rate`), so a config states only what differs and a run's `config.json` holds only
-what it used.
+Some keys are choices: `model.kind`, `model.mixers`, `model.encoder_mixers`, `model.position`, `model.mlp`, `data.task`
+and `objective.kind`. Each brings a section named after what was chosen, filled with that choice's own defaults
+(`model.mamba.state`, `model.rope.theta`, `data.mqar.length`, `objective.masked.rate`), so a config states only what
+differs and a run's `config.json` holds only what it used.
 
 Layers that share a mixer may differ: a name of one's own in `model.mixers` has a section that says which mixer it is
 (`model.local.mixer`), perhaps a position of its own (`model.local.position`, `model.local.rope.theta`), and whatever
@@ -27,6 +27,7 @@ from model.settings import (
     Dim,
     Fraction,
     Length,
+    Name,
     NotNegative,
     Positive,
     Seed,
@@ -42,10 +43,12 @@ from train.objectives import OBJECTIVES
 
 @dataclass(frozen=True)
 class Model:
-    # stack: layers of mixers. encoder_decoder: layers that read a source both ways, and layers that write its target
-    # and attend to it. seq2seq: a GRU reads, another writes and looks back; without mixers or positions, it has of this
-    # section the width (half for each direction of the reader), the dropout and the dtype.
+    # stack: layers of mixers, which read a pair of rows as one. towers: the same layers over each row of a pair.
+    # encoder_decoder: layers that read a source both ways, and layers that write its target and attend to it. seq2seq:
+    # a GRU or LSTM reads, another writes and looks back; without mixers or positions, it has of this section the width
+    # (half for each direction of the reader), the dropout and the dtype.
     kind: Literal[*KINDS] = "stack"
+    vocab_size: Literal[0] | Dim = 0  # 0: the task's; else no less than that
     width: Dim = 64
     layers: Dim = 2
     mixers: tuple[Literal[*MIXERS], ...] = ("attention",)  # cycled over the layers
@@ -67,8 +70,10 @@ class Model:
     depth_init: bool = False  # kernels that end a sub-layer are divided by the root of their number (GPT-2)
     dropout: Annotated[float, at_least(0), below(1)] = 0.0
     tied: bool = True  # one matrix embeds and unembeds
+    patch: Dim = 16  # pixels in a side of the squares that images are cut into
     embed_scale: Positive = 1.0  # factor on the embeddings: the root of the width in Gemma
     embed_norm: Literal["none", "before", "after"] = "none"  # adding positions: BLOOM's, BERT's
+    head_map: Literal["none", "relu", "gelu", "exact_gelu"] = "none"  # a linear map and this, then the final norm: BERT
     unembed_bias: bool = False  # added to the logits
     logit_scale: Positive = 1.0  # factor on the logits
     logit_cap: NotNegative = 0.0  # keeps logits within this by a tanh; 0: off
@@ -76,6 +81,15 @@ class Model:
     scan: bool = True  # one compiled layer, looped; False unrolls the loop: same parameters, same results
     remat: bool = False  # recompute activations in the backward pass
     dtype: Literal[*DTYPES] = "float32"  # of activations; parameters, softmax and recurrent states stay float32
+
+
+@dataclass(frozen=True)
+class Init:
+    # A run's folder, or one of safetensors with the config.json that transformers reads; "": all parameters are fresh.
+    path: str = ""
+    step: Literal["best", "latest"] | Whole = "latest"  # of a run
+    # Regular expressions of whole parameter paths, as `classes/.*`: what stays fresh here, or is left there.
+    fresh: tuple[Name, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,6 +104,7 @@ class Optim:
     eps: Positive = 1e-8
     clip: NotNegative = 1.0  # global norm; 0: off
     accumulate: Count = 1  # micro-batches per step
+    frozen: tuple[Name, ...] = ()  # regular expressions of whole parameter paths that are not trained
     ssm_lr: NotNegative = 1.0  # factor on the learning rate of the parameters a mixer puts in its `ssm` group
 
 
@@ -165,6 +180,7 @@ class Base:
         "resume_safe",
     )
     model: Model = Model()
+    init: Init = Init()
     optim: Optim = Optim()
     mesh: Mesh = Mesh()
     data: Data = Data()

@@ -4,13 +4,20 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from data.adding import Adding
+from data.dates import Dates
 from data.induction import Induction
 from data.listops import ListOps
+from data.matching import Matching
 from data.mqar import Mqar
 from data.running_sum import RunningSum
 from data.selective_copying import SelectiveCopying
+from data.shape_questions import ShapeQuestions
+from data.shapes import Shapes
+from data.strings import Copy, Reverse, Sort
 from data.task import SPLITS, Task
 from data.text import Text
+from data.translate import Translate
 from model.errors import UserError, choose, closest
 
 TASKS: dict[str, type[Task]] = {
@@ -20,6 +27,15 @@ TASKS: dict[str, type[Task]] = {
     "listops": ListOps,
     "running_sum": RunningSum,
     "text": Text,
+    "adding": Adding,
+    "shapes": Shapes,
+    "shape_questions": ShapeQuestions,
+    "matching": Matching,
+    "copy": Copy,
+    "reverse": Reverse,
+    "sort": Sort,
+    "dates": Dates,
+    "translate": Translate,
 }
 
 __all__ = ["SPLITS", "TASKS", "Task", "build"]

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from data.rng import Stream
-from model.asked import Asked
+from model.asked import Asked, Image, Vectors
 from model.errors import UserError, choose
 from model.settings import check_fields
 
@@ -24,13 +24,17 @@ Example = dict[str, np.ndarray]
 class Task:
     """A task's fields are the user's config section `data.<name>`, and their types say what they may be.
 
-    Every task also has `length` (L) and `vocab_size`, as fields where the user may choose them.
+    Every task also has `length` (L) and `vocab_size`, as fields where the user may choose them; L of pictures is their
+    number of pixels, and a vocabulary of 0 says that there are no tokens.
 
     An example of an "lm" task holds `inputs` int32 [L], `targets` int32 [Q] and `weights` float32 [Q]. `at`
     int32 [Q] names the positions whose hidden states are read; without it Q = L and every position is a
     target. A "label" example is the same, its targets below `n_classes`; a "classify" example has scalar
     `targets` and `weights`. `segments` int32 [L], where given, is 0 on padding and 1 on the rest. `attr_<name>`
     int32 holds bin numbers, in the shape of `targets`. All examples of one task have equal shapes.
+
+    Where rows are no tokens, `inputs` are float32 [L, C] or pictures [height, width, C]. A text behind a picture has
+    the picture as `image`. A pair has `other` and `other_segments` besides `inputs` and `segments`.
     """
 
     name: ClassVar[str]
@@ -38,7 +42,9 @@ class Task:
     n_classes: ClassVar[int] = 0  # classify and label only
     next_token: ClassVar[bool] = False  # whether targets are the inputs one token on, to be read by who sees ahead
     running_text: ClassVar[bool] = False  # whether rows are text of which other targets can be made
+    whole_answers: ClassVar[bool] = False  # whether an answer that is right in all places counts besides
     block: ClassVar[int] = 1  # examples made together from one random stream, where that is faster
+    pair: ClassVar[bool] = False  # whether an example is of two rows
     by_epoch: ClassVar[bool] = False  # whether a finite training set changes from epoch to epoch
 
     def __post_init__(self) -> None:
@@ -54,9 +60,29 @@ class Task:
         return 0
 
     @property
+    def inputs(self) -> Vectors | Image | None:
+        """What rows are made of; None: token ids."""
+        return None
+
+    @property
+    def image(self) -> Image | None:
+        """The picture in front of a row of tokens."""
+        return None
+
+    @property
     def asked(self) -> Asked:
         """What a model must know to be built for this task."""
-        return Asked(self.vocab_size, self.n_classes, self.tail, labels=self.kind == "label")
+        rows = dict(inputs=self.inputs, image=self.image, pair=self.pair)
+        return Asked(self.vocab_size, self.n_classes, self.tail, labels=self.kind == "label", **rows)
+
+    @property
+    def target_length(self) -> int:
+        """Tokens of the rows that answers are read off: `inputs`."""
+        return self.length
+
+    def resized(self, length: int) -> dict[str, Any]:
+        """The fields that another length changes."""
+        return {"length": length}
 
     def sizes(self) -> dict[str, int | None]:
         """Examples per split; None: an endless stream of fresh ones."""

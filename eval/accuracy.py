@@ -1,6 +1,7 @@
 """Accuracy, loss and perplexity of a checkpoint on a split, and accuracy in every bin of every attribute."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ from eval.report import provenance, write
 from eval.restore import Restored
 from train.evaluate import mean, tally
 from train.objective import Objective
+
+Totals = Mapping[str, tuple[np.ndarray, np.ndarray]]  # metric -> (sum, count)
 
 
 def accuracy(restored: Restored, *, split: str) -> None:
@@ -40,12 +43,15 @@ def measure(restored: Restored, split: str) -> dict[str, Any]:
     return {
         "examples": min(n for n in (asked, there) if n),
         "targets": int(totals["accuracy"][1]),
-        "metrics": {"accuracy": float(mean(*totals["accuracy"])), "loss": loss} | readings(run.objective, loss),
+        "metrics": means(totals) | readings(run.objective, loss),
         "baselines": run.objective.baselines(),
-        "slices": {
-            name: slices(labels, *totals[f"accuracy/{name}"]) for name, labels in run.objective.attributes.items()
-        },
+        "slices": {name: of_bins(labels, totals, name) for name, labels in run.objective.attributes.items()},
     }
+
+
+def means(totals: Totals) -> dict[str, float]:
+    """The plain numbers; `exact` where whole answers count."""
+    return {name: float(mean(*totals[name])) for name in ("accuracy", "exact", "loss") if name in totals}
 
 
 def readings(objective: Objective, loss: float) -> dict[str, float]:
@@ -56,6 +62,15 @@ def readings(objective: Objective, loss: float) -> dict[str, float]:
     if isinstance(objective.task, Text):
         out["bits_per_byte"] = loss / math.log(2)
     return out
+
+
+def of_bins(labels: tuple[str, ...], totals: Totals, name: str) -> list[dict[str, Any]]:
+    """One line per bin of an attribute, with `exact` where whole answers count."""
+    lines = slices(labels, *totals[f"accuracy/{name}"])
+    if f"exact/{name}" in totals:
+        for line, value in zip(lines, mean(*totals[f"exact/{name}"]), strict=True):
+            line["exact"] = float(value)
+    return lines
 
 
 def slices(labels: tuple[str, ...], hits: np.ndarray, counts: np.ndarray) -> list[dict[str, Any]]:
@@ -81,9 +96,10 @@ def tables(report: dict[str, Any]) -> list[Table]:
         means.add_row(f"baseline: {name}", show(value))
     out = [means]
     for name, lines in report["slices"].items():
-        table = Table(name, "accuracy", "count", box=box.SIMPLE_HEAD)
+        whole = ["exact"] if "exact" in lines[0] else []
+        table = Table(name, "accuracy", *whole, "count", box=box.SIMPLE_HEAD)
         for line in lines:
-            table.add_row(line["bin"], show(line["accuracy"]), f"{line['count']:,}")
+            table.add_row(line["bin"], *(show(line[key]) for key in ("accuracy", *whole)), f"{line['count']:,}")
         out.append(table)
     for table in out:
         for column in table.columns[1:]:

@@ -17,7 +17,7 @@ from rich.table import Column, Table
 from data import Task, pipeline
 from data.text import Text
 from eval.accuracy import show
-from eval.continuation import encode
+from eval.continuation import check_tokens, encode
 from eval.maps import SCORES, effective_rank, equal_weights, scores, seen
 from eval.report import provenance, write
 from eval.restore import Restored
@@ -41,6 +41,7 @@ def attention(restored: Restored, *, split: str, examples: int, prompt: str) -> 
     from eval.pictures import draw_maps, draw_summary  # matplotlib takes half a second that other suites do not need
 
     run = restored.run
+    check_tokens(run.task)
     rows = prompted(run.task, prompt, examples) if prompt else first_examples(restored, split, examples)
     check(restored, *rows)
     documents = read(restored, *rows)

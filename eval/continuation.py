@@ -1,6 +1,7 @@
 """A prompt and what the model writes after it, shown as it comes."""
 
 import codecs
+import itertools
 import sys
 from collections.abc import Iterable, Iterator
 
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 
 from data import Task
+from data.source_target import END, START, SourceTask
 from data.text import Text
 from eval.generate import generate
 from eval.restore import Restored
@@ -18,16 +20,30 @@ from model.errors import UserError
 def continuation(
     restored: Restored, *, prompt: str, tokens: int, temperature: float, top_k: int, top_p: float, seed: int
 ) -> None:
-    """The suite: prints the prompt and `tokens` tokens after it; nothing is written."""
+    """The suite: prints the prompt and `tokens` tokens after it, or the answer to it; nothing is written."""
     run = restored.run
+    check_tokens(run.task)
     sampling = Sampling(temperature, top_k, top_p)
-    rows = np.array([encode(run.task, prompt)], np.int32)
-    made = generate(run.model, restored.params, rows, tokens, sampling, jax.random.key(seed))
+    rows, given = np.array([encode(run.task, prompt)], np.int32), {}
+    if isinstance(run.task, SourceTask):
+        rows, given = np.array([[START]], np.int32), {"source": rows}
+    made = generate(run.model, restored.params, rows, tokens, sampling, jax.random.key(seed), **given)
     sys.stdout.write(prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
+    sys.stdout.write("\n" if given else "")
     for piece in decode(run.task, (int(token[0]) for token in made)):
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
+
+
+def check_tokens(task: Task) -> None:
+    """Refuses a task whose rows are more than token ids, or other than those."""
+    brings = {"real numbers": task.inputs, "an image before its text": task.image, "pairs of rows": task.pair}
+    for what, brought in brings.items():
+        if brought:
+            raise UserError(
+                f"task {task.name!r} brings {what}, and this suite reads rows of token ids; allowed: --suite=accuracy"
+            )
 
 
 def encode(task: Task, prompt: str) -> list[int]:
@@ -35,6 +51,8 @@ def encode(task: Task, prompt: str) -> list[int]:
 
     A text that begins with nothing begins as a line does, after a newline.
     """
+    if isinstance(task, SourceTask):
+        return task.encode(prompt)
     if isinstance(task, Text):
         return list(prompt.encode("utf-8", "surrogateescape")) or [ord("\n")]
     words = prompt.split()
@@ -46,7 +64,10 @@ def encode(task: Task, prompt: str) -> list[int]:
 
 
 def decode(task: Task, tokens: Iterable[int]) -> Iterator[str]:
-    """What to print for each token as it comes: a character once its bytes are complete, or the id."""
+    """What to print for each token as it comes: a character once its bytes are complete, or the id; up to an end."""
+    if isinstance(task, SourceTask):
+        yield from map(task.decode, itertools.takewhile(lambda token: token != END, tokens))
+        return
     if not isinstance(task, Text):
         yield from (f" {token}" for token in tokens)
         return

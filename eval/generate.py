@@ -1,6 +1,6 @@
 """Tokens one after another from the carried state: one pass over the prompt, then blocks of single steps."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,17 +26,22 @@ def generate(
     key: jax.Array,
     segments: np.ndarray | None = None,
     block: int = BLOCK,
+    source: np.ndarray | None = None,
+    source_segments: np.ndarray | None = None,
 ) -> Iterator[np.ndarray]:
     """The n tokens after the prompt `[B, P]`, each `[B]`, as they are made.
 
-    `segments` is 1 on the prompt and 0 on the padding behind it (see `pad`), for rows of different lengths.
+    `segments` is 1 on the prompt and 0 on the padding behind it (see `pad`), for rows of different lengths. A model
+    that answers a source `[B, S]`, with segments of its own, reads it once; the prompt is then how the answer begins.
     Token i is drawn with `fold_in(key, i)`, so the tokens do not depend on the size of a block.
     """
-    check(model, prompt.shape[1], n)
-    return blocks(model, params, prompt, n, sampling, key, segments, block)
+    check(model, prompt.shape[1], n, 0 if source is None else source.shape[1])
+    given = {"segments": segments, "source": source, "source_segments": source_segments}
+    given = {name: array for name, array in given.items() if array is not None}
+    return blocks(model, params, prompt, n, sampling, key, given, block)
 
 
-def check(model: Model, prompt: int, n: int) -> None:
+def check(model: Model, prompt: int, n: int, source: int = 0) -> None:
     """Refuses, before anything is compiled, what this model cannot go on from or to."""
     if model.n_classes:
         raise UserError(f"a classifier of {model.n_classes} classes cannot generate; train a language model")
@@ -47,6 +52,14 @@ def check(model: Model, prompt: int, n: int) -> None:
             f"{prompt} prompt tokens and {n} new ones; allowed: at least {model.shortest_prompt} of the prompt and at "
             f"least 1 new; closest: {max(prompt, model.shortest_prompt)} and {max(n, 1)}"
         )
+    if bool(source) != bool(model.source):
+        answers, given = ("a source", "none") if model.source else ("no source", f"one of {source} tokens")
+        raise UserError(f"this model answers {answers}, and is given {given}; allowed: what its task brings")
+    if not source and model.shortest_prompt > 1:  # a row that holds a source and the target's first token
+        source, prompt = prompt - 1, 1
+    limit = model.source_limit()
+    if source and limit is not None and source > limit:
+        raise UserError(f"a source of {source} tokens is past the {limit} positions that the encoder can place")
     limit = model.limit()
     if limit is not None and prompt + n > limit:
         raise UserError(
@@ -73,10 +86,10 @@ def blocks(
     n: int,
     sampling: Sampling,
     key: jax.Array,
-    segments: np.ndarray | None,
+    given: Mapping[str, np.ndarray],
     block: int,
 ) -> Iterator[np.ndarray]:
-    token, state = prefill(model, sampling, prompt.shape[1] + n, params, prompt, segments, key)
+    token, state = prefill(model, sampling, prompt.shape[1] + n, params, prompt, given, key)
     ready, count, done = token[None], 1, 1
     while done < n:
         ahead = min(block, n - done)
@@ -94,14 +107,17 @@ def prefill(
     max_len: int,
     params: Any,
     prompt: jax.Array,
-    segments: jax.Array | None,
+    given: Mapping[str, jax.Array],
     key: jax.Array,
 ) -> tuple[jax.Array, State]:
-    """The first new token `[B]`, and the state after the prompt with room for `max_len` tokens."""
+    """The first new token `[B]`, and the state after the prompt with room for `max_len` tokens.
+
+    `given` is what the model is called with besides: segments, a source and its segments, where there are such.
+    """
     B, P = prompt.shape
-    last = jnp.full(B, P - 1) if segments is None else (segments > 0).sum(1) - 1
+    last = (given["segments"] > 0).sum(1) - 1 if "segments" in given else jnp.full(B, P - 1)
     state = model.init_state(B, max_len)
-    logits, state = model.apply({"params": params}, prompt, segments=segments, state=state, at=last[:, None])
+    logits, state = model.apply({"params": params}, prompt, **given, state=state, at=last[:, None])
     return draw(sampling, key, 0, logits), state
 
 

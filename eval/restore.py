@@ -10,6 +10,7 @@ from ml_collections import ConfigDict
 from model.errors import UserError, closest
 from train import checkpoint, hosts
 from train import config as configs
+from train.checkpoint import choose_step
 from train.run import Run, prepare
 
 
@@ -46,28 +47,6 @@ def restore(workdir: str, step: str, overrides: Iterable[tuple[str, str]] = ()) 
         step=chosen,
         params=load(checkpoints, run.abstract.params, chosen),
     )
-
-
-def choose_step(checkpoints: Path, asked: str) -> int:
-    """The committed step that is asked for."""
-    there = checkpoint.steps(checkpoints)
-    if not there:
-        raise UserError(f"no checkpoint in {checkpoints}; train until the first one is saved")
-    if asked == "latest":
-        return there[-1]
-    if asked == "best":
-        best = checkpoint.best_step(checkpoints)
-        if best is None:
-            raise UserError(f"no checkpoint in {checkpoints} has a validation score; choose --step=latest")
-        return best
-    if asked.isdecimal() and int(asked) in there:
-        return int(asked)
-    allowed = ["best", "latest", *map(str, there)]
-    if asked.isdecimal():
-        near = f"; closest: {min(there, key=lambda step: abs(step - int(asked)))}"
-    else:
-        near = closest(asked, allowed)
-    raise UserError(f"no step {asked!r} in {checkpoints}; choose from {', '.join(allowed)}{near}")
 
 
 def load(checkpoints: Path, like: Any, step: int) -> Any:

@@ -5,11 +5,13 @@ from collections.abc import Callable
 from eval.accuracy import accuracy
 from eval.attention import attention
 from eval.continuation import continuation
+from eval.export import exported
 
 SUITES: dict[str, Callable[..., None]] = {
     "accuracy": accuracy,
     "attention": attention,
     "generate": continuation,
+    "export": exported,
 }
 
 SHARED = ("accuracy",)  # those that many processes can share; the others look at a few rows, and one does

@@ -7,6 +7,7 @@ python -m experiments.list mamba rope
 import ast
 import inspect
 import itertools
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -23,6 +24,7 @@ from model.mlps.experts import Experts
 from model.mlps.mlp import MLP
 from model.ops.attention import IMPLEMENTATIONS, support_matrix
 from model.positions import POSITIONS, Position
+from model.weights import FAMILIES
 from train import cli
 from train import config as configs
 from train.objective import Objective
@@ -39,6 +41,9 @@ def catalogue() -> dict[str, dict[str, str]]:
         "tasks (data.task)": {name: first_line(task) for name, task in sorted(data.TASKS.items())},
         "objectives (objective.kind)": {name: first_line(one) for name, one in sorted(OBJECTIVES.items())},
         "architectures (arch=...)": {name: changed(arch) for name, arch in ARCHS.items()},
+        "weights (eval --weights=DIR, --config.init.path=DIR)": {
+            name: first_line(sys.modules[family.rows.__module__]) for name, family in FAMILIES.items()
+        },
         "configs (--config=...)": config_files(Path("configs")),
         "tables (experiments.reproduce)": {name: table.description for name, table in TABLES.items()},
     }

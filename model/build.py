@@ -2,35 +2,42 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 
-from model.asked import Asked
+from model.asked import Asked, Image
 from model.backbone import Backbone
 from model.block import Block
 from model.contract import Mixer
 from model.encoder_decoder import EncoderDecoder
 from model.errors import UserError, choose, closest
-from model.heads import ClassHead, LabelHead, TokenHead
+from model.heads import ClassHead, LabelHead, TokenHead, ValueHead
+from model.inputs import input_for, n_values, patch_grid
 from model.mixers import MIXERS
 from model.mixers.cross_attention import CrossAttention
 from model.mlps import MLPS, mlp_width
 from model.mlps.experts import Experts
 from model.mlps.mlp import FORMS, MLP
 from model.positions import POSITIONS, Position
-from model.seq2seq import Seq2Seq
+from model.positions.grid import Grid
+from model.seq2seq import Seq2Seq, Settings
 from model.sequence import SequenceModel
 from model.settings import Section, defaults, section
 from model.stack import Stack
+from model.towers import CosineHead, PairHead, TowerInput
 
 Model = SequenceModel | EncoderDecoder | Seq2Seq
 
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float64": jnp.float64}
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16, "float64": jnp.float64}
 
+
+# Sections that a model's kind brings.
+KIND_SECTIONS = {"seq2seq": Settings}
 
 INSIDE = [name for name, position in POSITIONS.items() if position.needs_attention]
 
@@ -69,6 +76,8 @@ def declared(mixers: tuple[str, ...], position: str, given: Mapping[str, Any] = 
             found[name] = section(Entry) | found[name] | of_position(one.position or "none")
     if "experts" in mlps(given, used(mixers, given)):
         found["experts"] = section(Experts, without=MLP)
+    if (kind := given.get("kind")) in KIND_SECTIONS:
+        found[kind] = section(KIND_SECTIONS[kind])
     return found | of_position(position)
 
 
@@ -94,7 +103,18 @@ def sections(
 
 def build(config: Mapping[str, Any], asked: Asked) -> Model:
     """The model that a config's model section describes, for what a task asks."""
-    return choose("model kind", config["kind"], KINDS)(config, asked)
+    return choose("model kind", config["kind"], KINDS)(config, with_vocabulary(config, asked))
+
+
+def with_vocabulary(config: Mapping[str, Any], asked: Asked) -> Asked:
+    """What a task asks of a model that may have more tokens than the task."""
+    own = config.get("vocab_size") or asked.vocab_size
+    if own < asked.vocab_size:
+        raise UserError(
+            f"model.vocab_size {own} is less than the task's {asked.vocab_size}; allowed: 0, or from "
+            f"{asked.vocab_size} on; closest: {asked.vocab_size}"
+        )
+    return replace(asked, vocab_size=own)
 
 
 def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
@@ -109,19 +129,62 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
             "model.kind 'stack' reads one sequence, and this task brings a source and a target; allowed: "
             "encoder_decoder, seq2seq; closest: arch=transformer_base"
         )
+    if asked.pair and not asked.n_classes:
+        raise UserError(
+            "model.kind 'stack' reads both rows of a pair as one, and has no vector of each to compare; closest: towers"
+        )
     check(c, c["mixers"])
-    classifies = bool(asked.n_classes) and not asked.labels
-    if classifies and c["pool"] == "cls" and c["causal"]:
+    if c["tied"] and not asked.n_classes and asked.inputs and not asked.values:
+        raise UserError(
+            "model.tied is True, and no matrix embeds the tokens that this task asks for: its inputs are real numbers; "
+            "closest: False"
+        )
+    if has_cls(c, asked) and c["causal"]:
         raise UserError("pool 'cls' reads the first position, which sees nothing in a causal model; use mean or last")
+    c = with_grid(c, asked)
     backbone = backbone_of(c, c["mixers"], c["layers"], causal=c["causal"])
-    backbone = partial(backbone, cls=classifies and c["pool"] == "cls")
+    backbone = partial(backbone, cls=has_cls(c, asked))
     if asked.labels:
         head = partial(LabelHead, **shared_by_heads(c), n_classes=asked.n_classes)
-    elif classifies:
+    elif asked.values:
+        head = partial(ValueHead, **shared_by_heads(c), n_values=n_values(asked.inputs, c["patch"]))
+    elif asked.classifies:
         head = partial(ClassHead, **shared_by_heads(c), n_classes=asked.n_classes, pool=c["pool"])
     else:
         head = token_head(c, asked)
-    return SequenceModel(asked.vocab_size, c["width"], backbone, head, c["embed_scale"], DTYPES[c["dtype"]])
+    return SequenceModel(input_for(c, asked, dtype_of(c)), backbone, head)
+
+
+def towers(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
+    """The layers of a stack over each row of a pair, and a head that compares what comes of both."""
+    if not asked.pair:
+        raise UserError(
+            "model.kind 'towers' reads pairs of rows, and this task's stand alone; allowed: tasks of pairs, such as "
+            "matching; closest: stack"
+        )
+    one = stack(c, replace(asked, pair=False, n_classes=asked.n_classes or 2))
+    shared = {key: value for key, value in one.head.keywords.items() if key != "n_classes"}
+    head = partial(PairHead, n_classes=asked.n_classes) if asked.n_classes else CosineHead
+    return one.clone(input=partial(TowerInput, **one.input.keywords), head=partial(head, **shared))
+
+
+def has_cls(c: Mapping[str, Any], asked: Asked) -> bool:
+    """Whether a vector stands in front of each row, for a class to be read off it."""
+    return asked.classifies and c["pool"] == "cls"
+
+
+def with_grid(c: Mapping[str, Any], asked: Asked) -> Mapping[str, Any]:
+    """The same model section, in which positions in two dimensions know how the task's image lies in a row."""
+    image, grid = asked.image or asked.inputs, Grid(front=int(has_cls(c, asked)))
+    if isinstance(image, Image):
+        rows, columns = patch_grid(image, c["patch"])
+        grid = replace(grid, rows=rows, columns=columns)
+
+    def placed(section: Mapping[str, Any]) -> dict[str, Any]:
+        on_grid = {name for name in section if name in POSITIONS and POSITIONS[name].on_grid}
+        return {**section, **{name: {**section[name], "grid": grid} for name in on_grid}}
+
+    return placed(c) | {name: placed(c[name]) for name in c["mixers"] if name in c}
 
 
 def encoder_decoder(c: Mapping[str, Any], asked: Asked) -> EncoderDecoder:
@@ -134,7 +197,7 @@ def encoder_decoder(c: Mapping[str, Any], asked: Asked) -> EncoderDecoder:
     reading = c["encoder_mixers"] or c["mixers"]
     check(c, (*c["mixers"], *c["encoder_mixers"]))
     check_reads_both_ways(c, reading)
-    return EncoderDecoder(
+    model = EncoderDecoder(
         vocab_size=asked.vocab_size,
         width=c["width"],
         encoder=backbone_of(c, reading, c["encoder_layers"] or c["layers"], causal=False),
@@ -143,8 +206,11 @@ def encoder_decoder(c: Mapping[str, Any], asked: Asked) -> EncoderDecoder:
         source=asked.source,
         target=asked.tail,
         embed_scale=c["embed_scale"],
-        dtype=DTYPES[c["dtype"]],
+        dtype=dtype_of(c),
     )
+    if asked.source and model.sees_ahead:
+        raise UserError("the decoder reads its own answers, and a prefix lets it see the next; allowed: prefix 0")
+    return model
 
 
 def backbone_of(
@@ -152,6 +218,9 @@ def backbone_of(
 ) -> Callable[..., Backbone]:
     """Layers that cycle over mixers; `attends`: to a memory as well."""
     blocks = tuple(block(c, name, causal, attends) for name in mixers)
+    if c["depth_init"]:
+        branches = sum(len(blocks[i % len(blocks)](parent=None).sublayers) for i in range(layers))
+        blocks = tuple(partial(one, init_scale=branches**-0.5) for one in blocks)
     return partial(
         Backbone,
         width=c["width"],
@@ -162,7 +231,7 @@ def backbone_of(
         norm_eps=c["norm_eps"],
         embed_norm=c["embed_norm"],
         dropout=c["dropout"],
-        dtype=DTYPES[c["dtype"]],
+        dtype=dtype_of(c),
     )
 
 
@@ -190,17 +259,23 @@ def shares_position(c: Mapping[str, Any], name: str) -> bool:
 
 def shared_by_heads(c: Mapping[str, Any]) -> dict[str, Any]:
     """What every head takes of a config."""
-    return dict(norm=c["norm"] if c["final_norm"] else "none", norm_eps=c["norm_eps"], dtype=DTYPES[c["dtype"]])
+    return dict(norm=c["norm"] if c["final_norm"] else "none", norm_eps=c["norm_eps"], dtype=dtype_of(c))
 
 
 def token_head(c: Mapping[str, Any], asked: Asked) -> Callable[..., TokenHead]:
-    logits = dict(tied=c["tied"], bias=c["unembed_bias"], scale=c["logit_scale"], soft_cap=c["logit_cap"])
+    logits = dict(
+        tied=c["tied"],
+        bias=c["unembed_bias"],
+        map_to=c["head_map"],
+        scale=c["logit_scale"],
+        soft_cap=c["logit_cap"],
+    )
     return partial(TokenHead, **shared_by_heads(c), **logits, vocab_size=asked.vocab_size)
 
 
 def block(c: Mapping[str, Any], name: str, causal: bool, attends: bool = False) -> Callable[..., Block]:
     """A layer with the mixer of that name, or what the user calls so; `attends`: and with attention to a memory."""
-    shared = dict(width=c["width"], causal=causal, dtype=DTYPES[c["dtype"]])
+    shared = dict(width=c["width"], causal=causal, dtype=dtype_of(c))
     given, one = c.get(name, {}), entry(c, name)
     cls = MIXERS[one.mixer]
     settings = {key: given[key] for key in section(cls, without=Mixer) if key in given}
@@ -224,11 +299,17 @@ def block(c: Mapping[str, Any], name: str, causal: bool, attends: bool = False) 
         norm_order=c["norm_order"],
         residual=c["residual"],
         branch_scale=c["branch_scale"],
-        init_scale=(c["layers"] * len(sublayers)) ** -0.5 if c["depth_init"] else 1.0,
         parallel=c["parallel"],
         dropout=c["dropout"],
-        dtype=DTYPES[c["dtype"]],
+        dtype=dtype_of(c),
     )
+
+
+def dtype_of(c: Mapping[str, Any]) -> Any:
+    """Of activations; JAX would take float32 for a float64 that it was not told to allow."""
+    if c["dtype"] == "float64" and not jax.config.jax_enable_x64:
+        raise UserError("model.dtype 'float64' needs JAX_ENABLE_X64=1 in the environment; closest: float32")
+    return DTYPES[c["dtype"]]
 
 
 def position_of(c: Mapping[str, Any], name: str) -> Callable[..., Position]:
@@ -237,7 +318,7 @@ def position_of(c: Mapping[str, Any], name: str) -> Callable[..., Position]:
 
 
 def seq2seq(c: Mapping[str, Any], asked: Asked) -> Seq2Seq:
-    """A reader of what comes before a row's tail, and a writer of the tail."""
+    """A recurrent reader of a source, and a writer of its target."""
     if c["mixers"] or c["position"] != "none":
         raise UserError(
             f"model.kind 'seq2seq' takes no mixers and no position, and was given {tuple(c['mixers'])} and "
@@ -246,15 +327,24 @@ def seq2seq(c: Mapping[str, Any], asked: Asked) -> Seq2Seq:
     needs_source("seq2seq", asked, closest="arch=gru")
     if c["width"] < 2:
         raise UserError(f"model.width {c['width']} must be at least 2: one for each direction of the reader")
-    # Half for each direction, so that an annotation, which holds both, has the width of a stack's vectors.
-    return Seq2Seq(asked.vocab_size, c["width"] // 2, asked.tail, c["dropout"], DTYPES[c["dtype"]])
+    return Seq2Seq(
+        vocab_size=asked.vocab_size,
+        width=c["width"] // 2,  # for each direction, so that an annotation has the width of a stack's vectors
+        target=asked.tail,
+        dropout=c["dropout"],
+        dtype=dtype_of(c),
+        source=asked.source,
+        **c["seq2seq"],
+    )
 
 
-KINDS = {"stack": stack, "encoder_decoder": encoder_decoder, "seq2seq": seq2seq}
+KINDS = {"stack": stack, "towers": towers, "encoder_decoder": encoder_decoder, "seq2seq": seq2seq}
 
 
 def needs_source(kind: str, asked: Asked, closest: str) -> None:
     """Refuses a task that has nothing for an encoder to read."""
+    if asked.inputs or asked.image:
+        raise UserError(f"model.kind {kind!r} reads token ids, and this task brings real numbers; closest: stack")
     if not asked.source and not asked.tail:
         asks = f"for one of {asked.n_classes} classes" if asked.n_classes else "at every token"
         raise UserError(
@@ -316,7 +406,7 @@ def check_reads_both_ways(c: Mapping[str, Any], names: tuple[str, ...]) -> None:
 
 
 # Parameters outside the mixers: norms, biases and embeddings are not decayed.
-SHARED_GROUPS = dict.fromkeys(("scale", "bias", "embedding", "cls", "unembed_bias"), "no_decay")
+SHARED_GROUPS = dict.fromkeys(("scale", "bias", "embedding", "cls", "mask", "unembed_bias"), "no_decay")
 
 
 def group_rules(config: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -26,9 +26,10 @@ def document_positions(segments: jax.Array, reading: Reading) -> tuple[jax.Array
     between two calls does not close a document. Padding itself gets position 0.
     """
     real = segments > 0
-    seen = jnp.cumsum(real, axis=1) - real  # real tokens before each one, in this call
+    # Counts are int32, whatever JAX takes integers to be: they go into caches that are.
+    seen = jnp.cumsum(real, axis=1, dtype=jnp.int32) - real  # real tokens before each one, in this call
     # The index of the last real token before each one (-1: none in this call) and its segment.
-    index = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+    index = jnp.broadcast_to(jnp.arange(segments.shape[1], dtype=jnp.int32), segments.shape)
     last = jax.lax.cummax(jnp.where(real, index, -1), axis=1)
     before = jnp.concatenate([jnp.full_like(last[:, :1], -1), last[:, :-1]], axis=1)
     carried = reading.segment[:, None]
@@ -43,7 +44,7 @@ def document_positions(segments: jax.Array, reading: Reading) -> tuple[jax.Array
         segment=jnp.where(any_real, jnp.take_along_axis(segments, end, axis=1)[:, 0], reading.segment),
         count=jnp.where(any_real, jnp.take_along_axis(positions, end, axis=1)[:, 0] + 1, reading.count),
     )
-    return jnp.where(real, positions, 0).astype(jnp.int32), after
+    return jnp.where(real, positions, 0), after
 
 
 def neighbours(ctx: Context) -> tuple[jax.Array | None, jax.Array | None]:

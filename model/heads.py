@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from model.contract import wide
 from model.layers import Embed, dense, norm
+from model.mlps.mlp import FORMS
 
 
 class TokenHead(nn.Module):
@@ -18,17 +19,24 @@ class TokenHead(nn.Module):
     norm_eps: float = 1e-5
     tied: bool = True  # to the embedding
     bias: bool = False  # of the logits
+    map_to: str = "none"  # before the norm, a linear map and the activation of this MLP
     scale: float = 1.0  # of the logits
     soft_cap: float = 0.0  # keeps logits within this by a tanh; 0: off
     dtype: Any = jnp.float32
 
     n_classes: ClassVar[int] = 0  # it is no classifier
+    of_row: ClassVar[bool] = False  # whether its answer is of a whole row
 
     @nn.compact
-    def __call__(self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
+    ) -> jax.Array:
         """`[B, L, V]`, or `[B, Q, V]` at the positions `at`; x: [B, L, D]."""
         if at is not None:  # before the unembedding, which costs V per position
             x = jnp.take_along_axis(x, at[..., None], axis=1)
+        if self.map_to != "none":
+            x = dense(x.shape[-1], ("embed", None), self.dtype, "map", bias=True)(x)
+            x = FORMS[self.map_to].keywords["activation"](x)
         if self.norm != "none":
             x = norm(self.norm, self.dtype, "norm", self.norm_eps)(x)
         if self.tied:
@@ -51,8 +59,12 @@ class ClassHead(nn.Module):
     pool: str = "mean"
     dtype: Any = jnp.float32
 
+    of_row: ClassVar[bool] = True
+
     @nn.compact
-    def __call__(self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
+    ) -> jax.Array:
         """`[B, C]`; x: [B, L, D]."""
         x = pooled(x, segments, self.pool)
         if self.norm != "none":
@@ -68,6 +80,8 @@ class LabelHead(nn.Module):
     norm_eps: float = 1e-5
     dtype: Any = jnp.float32
 
+    of_row: ClassVar[bool] = False
+
     @nn.compact
     def __call__(self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed) -> jax.Array:
         """`[B, L, C]`, or `[B, Q, C]` at the positions `at`; x: [B, L, D]."""
@@ -78,7 +92,28 @@ class LabelHead(nn.Module):
         return dense(self.n_classes, ("embed", None), self.dtype, "classes", bias=True, out=wide(self.dtype))(x)
 
 
-Head = TokenHead | ClassHead | LabelHead
+class ValueHead(nn.Module):
+    """Real numbers, of each vector or patch."""
+
+    n_values: int
+    norm: str = "rmsnorm"
+    norm_eps: float = 1e-5
+    dtype: Any = jnp.float32
+
+    n_classes: ClassVar[int] = 0  # it is no classifier
+    of_row: ClassVar[bool] = False
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
+    ) -> jax.Array:
+        """`[B, L, C]`; x: [B, L, D]."""
+        if self.norm != "none":
+            x = norm(self.norm, self.dtype, "norm", self.norm_eps)(x)
+        return dense(self.n_values, ("embed", None), self.dtype, "values", bias=True, out=wide(self.dtype))(x)
+
+
+Head = TokenHead | ClassHead | LabelHead | ValueHead
 
 
 def pooled(x: jax.Array, segments: jax.Array | None, pool: str) -> jax.Array:

@@ -1,9 +1,10 @@
-"""Sequence to sequence with attention (https://arxiv.org/abs/1409.0473): a GRU reads, another writes and looks back.
+"""Sequence to sequence by recurrent networks: one reads, another writes and looks back (https://arxiv.org/abs/1409.0473).
 
-Shape letters besides those of the contract: S tokens of the source, T of the target.
+Shape letters besides those of the contract: S tokens of the source, T of the target, G gates of the cell.
 """
 
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -14,29 +15,42 @@ from model.contract import Context, State, wide
 from model.documents import document_positions, open_reading
 from model.errors import UserError
 from model.layers import Embed, dense
-from model.mixers.recurrent import GRU, gru, orthogonal_gates, to_gates
+from model.mixers.recurrent import GRU, LSTM, Past, Recurrent, orthogonal_gates, to_gates
 from model.ops.attention import attention, attention_weights
 from model.ops.mask import FULL
+from model.source_target import divide, only_asked
+
+CELLS: dict[str, type[Recurrent]] = {"gru": GRU, "lstm": LSTM}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The section of a config that the kind `seq2seq` brings."""
+
+    cell: Literal[*CELLS] = "gru"  # of the encoder and of the decoder
+    # Whether the decoder looks at every token of the source; False: it knows of it one vector, the encoder's last
+    # states (https://arxiv.org/abs/1406.1078).
+    attention: bool = True
 
 
 @struct.dataclass
 class Source:
     """All that the decoder knows of a source."""
 
-    annotations: jax.Array  # [B, S, 2D], h: both directions of the encoder
-    keys: jax.Array  # [B, S, D], U_a h: the same at every step, so made once
-    segments: jax.Array  # [B, S] int32, 0 is padding
+    annotations: jax.Array  # [B, S, 2D], h: both directions of the encoder; or [B, 1, 2D], the last of each
+    keys: jax.Array | None  # [B, S, D], U_a h: the same at every step, so made once; None: there is one annotation
+    segments: jax.Array | None  # [B, S] int32, 0 is padding
 
 
 @struct.dataclass
 class Decoder:
     """The decoder's parameters that its loop over time needs."""
 
-    W_a: jax.Array  # [D, D]
-    v_a: jax.Array  # [D]
-    C: jax.Array  # [2D, 3, D], from the context to the gates
-    U: jax.Array  # [D, 3, D], from the past to the gates
-    bias: jax.Array  # [3, D], of the past
+    W_a: jax.Array | None  # [D, D]; None: it does not attend
+    v_a: jax.Array | None  # [D]
+    C: jax.Array  # [2D, G, D], from the context to the gates
+    U: jax.Array  # [D, G, D], from the past to the gates
+    bias: jax.Array  # [G, D], of the past
 
 
 def scoring(p: Decoder, s: jax.Array, source: Source) -> dict[str, Any]:
@@ -53,70 +67,65 @@ def scoring(p: Decoder, s: jax.Array, source: Source) -> dict[str, Any]:
     )
 
 
-def attending_gru(p: Decoder, s: jax.Array, x: jax.Array, source: Source) -> tuple[jax.Array, jax.Array]:
-    """One step: the next state `[B, D]` and the context `[B, 2D]`; x: [B, 3, D], what the token says to the gates.
+def attending(cell: type[Recurrent], p: Decoder, past: Past, x: jax.Array, source: Source) -> tuple[Past, jax.Array]:
+    """One step: the next state and the context `[B, 2D]`; x: [B, G, D], what the token says to the gates.
 
     The last state asks, before the token is read; what it finds joins the token.
     """
-    context = attention(**scoring(p, s[:, None], source))[:, 0, 0]
+    s = past["h"]
+    if source.keys is None:
+        context = source.annotations[:, 0]
+    else:
+        context = attention(**scoring(p, s[:, None], source))[:, 0, 0]
     x = x.astype(s.dtype) + to_gates(context, p.C, context.dtype)
-    return gru(dict(h=s), x, to_gates(s, p.U, context.dtype) + p.bias)["h"], context
+    return cell.cell(past, x, to_gates(s, p.U, context.dtype) + p.bias), context
 
 
 def write(
-    p: Decoder, s: jax.Array, x: jax.Array, source: Source, real: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The last state, the states `[B, T, D]` and the contexts `[B, T, 2D]`; x: [B, T, 3, D]; real: [B, T]."""
+    cell: type[Recurrent], p: Decoder, past: Past, x: jax.Array, source: Source, real: jax.Array
+) -> tuple[Past, jax.Array, jax.Array]:
+    """The last state, the outputs `[B, T, D]` and the contexts `[B, T, 2D]`; x: [B, T, G, D]; real: [B, T]."""
 
-    def step(s, token):
+    def step(past, token):
         x, real = token
-        new, context = attending_gru(p, s, x, source)
-        s = jnp.where(real[:, None], new, s)
-        return s, (s, context)
+        new, context = attending(cell, p, past, x, source)
+        past = {name: jnp.where(real[:, None], new[name], old) for name, old in past.items()}
+        return past, (past["h"], context)
 
     # The backward pass scores anew: kept, the scores' hidden layer would take T S D numbers.
     step = jax.checkpoint(step, prevent_cse=False)
-    last, kept = jax.lax.scan(step, s, (jnp.swapaxes(x, 0, 1), real.T))
+    last, kept = jax.lax.scan(step, past, (jnp.swapaxes(x, 0, 1), real.T))
     return last, *(jnp.swapaxes(y, 0, 1) for y in kept)
 
 
-def cut(segments: jax.Array, T: int) -> tuple[jax.Array, jax.Array]:
-    """Of rows that end in a target of T tokens: the source's segments `[B, S]`, and where the target begins, `[B]`.
-
-    Padding may lie behind the target, and anywhere in the source.
-    """
-    L = segments.shape[1]
-    if not 0 < T < L:
-        raise UserError(
-            f"rows of {L} tokens cannot end in a target of {T}; allowed: at least 1, and 1 of source before it; "
-            f"closest: {min(max(T, 1), max(L - 1, 1))}"
-        )
-    index = jnp.arange(L, dtype=jnp.int32)
-    begin = jnp.max(jnp.where(segments > 0, index + 1, T), axis=1) - T
-    return jnp.where(index < begin[:, None], segments, 0)[:, : L - T], begin
-
-
 class Seq2Seq(nn.Module):
-    """A GRU that reads a source both ways, and one that writes a target and looks back at every step.
+    """A recurrent network that reads a source both ways, and one that writes a target and looks back at every step.
 
-    It is called as a `SequenceModel` is. A row of token ids is a source and behind it a target, each of whose tokens
-    is read and answered by the logits of the next: teacher forcing, where the row holds the answers. In our tasks it
-    does not: at the places asked it holds markers or keys, the same for every model, in training and in tests. To
-    generate, the first call with a state brings a source and one token to begin with; those after it go on with the
-    target by any number of tokens.
+    It is called as an `EncoderDecoder` is. Where no source is given, a row of token ids is a source and behind it a
+    target. Each token of the target is read and answered by the logits of the next: teacher forcing, where the tokens
+    are the answers. In tasks that ask at the end of a row they are not: at the places asked the row holds markers or
+    keys, the same for every model, in training and in tests. To generate, the first call with a state brings a source
+    and one token to begin with; those after it go on with the target by any number of tokens.
     """
 
     vocab_size: int
     width: int  # of embeddings and of every state
-    target: int  # T, tokens at the end of each row
+    target: int = 0  # T, tokens of the target in rows that hold both
     dropout: float = 0.0  # of embeddings
     dtype: Any = jnp.float32
+    source: int = 0  # S, tokens of a source that is given by name; 0: rows hold both
+    cell: str = "gru"
+    attention: bool = True
 
     n_classes: ClassVar[int] = 0  # it is no classifier
     cls: ClassVar[bool] = False
     sees_ahead: ClassVar[bool] = False
     causal: ClassVar[bool] = True  # no token of the target sees a later one
-    shortest_prompt: ClassVar[int] = 2  # a source and a token to begin with
+
+    @property
+    def shortest_prompt(self) -> int:
+        """A token to begin with, and where rows hold both one of the source before it."""
+        return 1 if self.source else 2
 
     @nn.compact
     def __call__(
@@ -125,58 +134,76 @@ class Seq2Seq(nn.Module):
         segments: jax.Array | None = None,
         state: State = None,
         at: jax.Array | None = None,
+        source: jax.Array | None = None,
+        source_segments: jax.Array | None = None,
         train: bool = False,
     ) -> tuple[jax.Array, State]:
-        """Logits `[B, T, V]` of the target, or `[B, Q, V]` at the row's positions `at`; and the state.
+        """Logits `[B, T, V]` of the target, or `[B, Q, V]` at the positions `at`; and the state.
 
-        The source is not predicted: asked there, the model answers NaN.
+        A source in the row is not predicted: asked there, the model answers NaN.
         """
-        real = jnp.ones(tokens.shape, jnp.int32) if segments is None else (segments > 0).astype(jnp.int32)
+        if source is None and not state:
+            if self.source:
+                raise UserError("the decoder of this model has nothing to look at; pass source=")
+            pair = divide(tokens, segments, at, self.target if state is None else 1)
+            source, source_segments = pair.source, pair.source_segments
+            tokens, segments, at = pair.target, pair.target_segments, pair.at
+        S = 0 if source is None else source.shape[1]
         embed = Embed(self.vocab_size, self.width, scale=1.0, dtype=self.dtype, name="embed")
-        y = nn.Dropout(self.dropout, name="embed_dropout")(embed(tokens), deterministic=not train)
+        y = embed(tokens if source is None else jnp.concatenate([source, tokens], axis=1))
+        y = nn.Dropout(self.dropout, name="embed_dropout")(y, deterministic=not train)
         y = nn.with_logical_constraint(y, ("batch", None, None))  # whole rows: the loops go along them
-        if state:
-            source, s = state["source"], state["s"]
+        if source is None:
+            known, past = state["source"], state["past"]
         else:
-            T = self.target if state is None else 1
-            read, begin = cut(real, T)
-            source, s = self.encode(y[:, : read.shape[1]], read)
-            target_of = jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, T))
-            y, real = target_of(y, begin), target_of(real, begin)
-            at = None if at is None else at - begin[:, None]
+            known, past = self.encode(y[:, :S], real(source, source_segments))
+            y = y[:, S:]
 
-        p = self.decoder()
-        x = dense((3, self.width), ("embed", None, "inner"), self.dtype, "W", bias=True)(y)
-        last, states, contexts = write(p, s, x, source, real > 0)
-        if self.is_mutable_collection("maps") and not self.is_initializing():
-            before = jnp.concatenate([s[:, None], states[:, :-1]], axis=1)
-            self.sow("maps", "weights", attention_weights(**scoring(p, before, source)))
+        cell, p = CELLS[self.cell], self.decoder()
+        x = dense((cell.gates, self.width), ("embed", None, "inner"), self.dtype, "W", bias=True)(y)
+        last, states, contexts = write(cell, p, past, x, known, real(tokens, segments) > 0)
+        if self.attention and self.is_mutable_collection("maps") and not self.is_initializing():
+            before = jnp.concatenate([past["h"][:, None], states[:, :-1]], axis=1)
+            self.sow("maps", "weights", attention_weights(**scoring(p, before, known)))
         out = jnp.concatenate([states.astype(self.dtype), y, contexts], axis=-1)
-        return self.answer(out, at), None if state is None else dict(source=source, s=last)
+        return self.answer(out, at), None if state is None else dict(source=known, past=last)
 
-    def encode(self, x: jax.Array, segments: jax.Array) -> tuple[Source, jax.Array]:
+    def encode(self, x: jax.Array, segments: jax.Array) -> tuple[Source, Past]:
         """The source as the decoder sees it, and the decoder's first state; x: [B, S, D]."""
+        D = self.width
         positions, _ = document_positions(segments, open_reading(len(segments)))
-        encoder = GRU(2 * self.width, causal=False, dtype=self.dtype, hidden=self.width, name="encoder")
+        encoder = CELLS[self.cell](2 * D, causal=False, dtype=self.dtype, hidden=D, name="encoder")
         h, _ = encoder(x, Context(positions, segments))
-        keys = dense(self.width, ("embed", "inner"), self.dtype, "U_a")(h)
         # Going backwards, the encoder ends at the first token with all of the source behind it.
-        s = nn.tanh(dense(self.width, ("embed", "inner"), self.dtype, "W_s")(h[:, 0, self.width :]))
-        return Source(h, keys, segments), s.astype(wide(self.dtype))
+        end = h[:, 0, D:]
+        if self.attention:
+            known = Source(h, dense(D, ("embed", "inner"), self.dtype, "U_a")(h), segments)
+        else:
+            end = jnp.concatenate([h[:, -1, :D], end], axis=-1)
+            known = Source(end[:, None], None, None)
+        past = {"h": nn.tanh(dense(D, ("embed", "inner"), self.dtype, "W_s")(end))}
+        if "c" in CELLS[self.cell].kept:
+            past["c"] = dense(D, ("embed", "inner"), self.dtype, "W_c")(end)
+        return known, {name: value.astype(wide(self.dtype)) for name, value in past.items()}
 
     def decoder(self) -> Decoder:
-        D, f = self.width, wide(self.dtype)
+        cell, D, f = CELLS[self.cell], self.width, wide(self.dtype)
         fan_in = nn.initializers.variance_scaling(1.0, "fan_in", "normal", in_axis=0, out_axis=(1, 2))
 
         def param(name, init, shape, axes):
             return self.param(name, nn.with_logical_partitioning(init, axes), shape, f)
 
+        def opened(key, shape, dtype):
+            zeros = jnp.zeros(shape, dtype)
+            return zeros if cell.open_gate is None else zeros.at[cell.open_gate].set(1)
+
+        attends = self.attention
         return Decoder(
-            W_a=param("W_a", nn.initializers.normal(D**-0.5), (D, D), (None, "inner")),
-            v_a=param("v_a", nn.initializers.normal(D**-0.5), (D,), ("inner",)),
-            C=param("C", fan_in, (2 * D, 3, D), ("embed", None, "inner")),
-            U=param("U", orthogonal_gates, (D, 3, D), (None, None, "inner")),
-            bias=param("bias", nn.initializers.zeros_init(), (3, D), (None, "inner")),
+            W_a=param("W_a", nn.initializers.normal(D**-0.5), (D, D), (None, "inner")) if attends else None,
+            v_a=param("v_a", nn.initializers.normal(D**-0.5), (D,), ("inner",)) if attends else None,
+            C=param("C", fan_in, (2 * D, cell.gates, D), ("embed", None, "inner")),
+            U=param("U", orthogonal_gates, (D, cell.gates, D), (None, None, "inner")),
+            bias=param("bias", opened, (cell.gates, D), (None, "inner")),
         )
 
     def answer(self, x: jax.Array, at: jax.Array | None) -> jax.Array:
@@ -185,10 +212,14 @@ class Seq2Seq(nn.Module):
             x = jnp.take_along_axis(x, jnp.maximum(at, 0)[..., None], axis=1)
         x = dense((self.width, 2), ("embed", "mlp", None), self.dtype, "readout")(x).max(-1)
         logits = dense(self.vocab_size, ("embed", "vocab"), self.dtype, "unembed", out=wide(self.dtype))(x)
-        return logits if at is None else jnp.where(at[..., None] >= 0, logits, jnp.nan)
+        return only_asked(logits, at)
 
     def limit(self) -> None:
         """None: its target goes on for ever."""
+        return None
+
+    def source_limit(self) -> None:
+        """None: it reads whatever comes."""
         return None
 
     def init_state(self, batch: int, max_len: int) -> State:
@@ -197,5 +228,11 @@ class Seq2Seq(nn.Module):
 
     def state_bytes(self, length: int) -> int:
         """Bytes that the decoder keeps of one row of `length` tokens: the source's, whatever has been written."""
-        per_token = 3 * self.width * jnp.dtype(self.dtype).itemsize + 4
-        return (length - self.target) * per_token + self.width * jnp.dtype(wide(self.dtype)).itemsize
+        D, item, S = self.width, jnp.dtype(self.dtype).itemsize, self.source or length - self.target
+        known = S * (3 * D * item + 4) if self.attention else 2 * D * item
+        return known + len(CELLS[self.cell].kept) * D * jnp.dtype(wide(self.dtype)).itemsize
+
+
+def real(tokens: jax.Array, segments: jax.Array | None) -> jax.Array:
+    """1 on tokens and 0 on padding, of the shape of the tokens."""
+    return jnp.ones(tokens.shape, jnp.int32) if segments is None else (segments > 0).astype(jnp.int32)

@@ -1,55 +1,60 @@
-"""The model of one sequence: token ids -> embedding -> backbone -> head."""
+"""The model of one sequence: input -> backbone -> head."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 
 from model.backbone import Backbone
 from model.contract import State
 from model.heads import Head
-from model.layers import Embed
+from model.inputs import Input
 
 
 class SequenceModel(nn.Module):
-    """A language model or a classifier, as its head has it, over token ids `[B, L]`."""
+    """A language model or a classifier, as its head has it, over token ids `[B, L]` or what else its input takes."""
 
-    vocab_size: int
-    width: int
+    input: Callable[..., Input]
     backbone: Callable[..., Backbone]
     head: Callable[..., Head]
-    embed_scale: float = 1.0  # of the embeddings
-    dtype: Any = jnp.float32
 
     shortest_prompt: ClassVar[int] = 1  # tokens from which it can go on
+    source: ClassVar[int] = 0  # it reads one sequence
 
     @nn.compact
     def __call__(
         self,
-        tokens: jax.Array,
+        inputs: jax.Array,
         segments: jax.Array | None = None,
         state: State = None,
         at: jax.Array | None = None,
         memory: jax.Array | None = None,
         memory_segments: jax.Array | None = None,
         train: bool = False,
+        **beside: jax.Array,
     ) -> tuple[jax.Array, State]:
-        """Logits `[B, L, V]`, or `[B, Q, V]` at the positions `at`, or `[B, C]`; and the state after these tokens."""
-        embed = Embed(self.vocab_size, self.width, dtype=self.dtype, name="embed")
-        backbone, head = self.backbone(name="backbone"), self.head(name="head")
-        for part in (backbone, head):  # of one backbone and one head, parameters need no names before their own
+        """Logits `[B, L, V]`, or `[B, Q, V]` at the positions `at`, or `[B, C]`; and the state after these tokens.
+
+        `beside` is what the input takes besides the task's rows.
+        """
+        source, backbone, head = self.input(name="input"), self.backbone(name="backbone"), self.head(name="head")
+        for part in (source, backbone, head):  # of one of each, parameters need no names before their own
             nn.share_scope(self, part)
-        x = embed(tokens)
-        if self.embed_scale != 1:
-            x = x * jnp.asarray(self.embed_scale, x.dtype)
-        x, state = backbone(x, segments, state, memory, memory_segments, train)
-        return head(x, segments, at, embed), state
+        row = source(inputs, segments, **beside)
+        x, state = backbone(row.x, row.segments, state, memory, memory_segments, train)
+        if row.front and not head.of_row:  # tokens are counted as the task does
+            x, row = x[:, row.front :], row._replace(segments=segments)
+        return head(x, row.segments, at, source.unembedding), state
 
     def bare(self) -> Backbone:
         """The backbone, unbound: good for questions that need no parameters."""
         return self.backbone(parent=None)
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids that it embeds."""
+        return self.input(parent=None).vocab_size
 
     @property
     def causal(self) -> bool:
@@ -75,10 +80,18 @@ class SequenceModel(nn.Module):
         """The number of positions that it can place; None: any."""
         return self.bare().limit()
 
+    def source_limit(self) -> None:
+        """None: it reads no source."""
+        return None
+
     def init_state(self, batch: int, max_len: int) -> State:
         """An empty past of every layer, for generation."""
         return self.bare().init_state(batch, max_len)
 
     def state_bytes(self, length: int) -> int:
-        """Bytes that the layers keep of one row's past of `length` tokens."""
-        return self.bare().state_bytes(length)
+        """Bytes that the layers keep of one row's past of `length` tokens, and what stands in front of them."""
+        return self.bare().state_bytes(self.row_length(length))
+
+    def row_length(self, length: int) -> int:
+        """Vectors that a task's row of `length` becomes, less one in front for a class."""
+        return self.input(parent=None).row_length(length)

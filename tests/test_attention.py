@@ -113,11 +113,21 @@ def test_narrow_dtypes_stay_close(name):
     values, call = arrays(), CALLS["all"]
     with jax.enable_x64(True):
         truth = run(values, call, "reference", jnp.float64)
-    for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 0.05)):
+    for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.float16, 0.01), (jnp.bfloat16, 0.05)):
         got = run(values, call, name, dtype)
         for key, want in truth.items():
             error = np.linalg.norm(np.asarray(got[key], np.float64) - want) / max(np.linalg.norm(want), 1e-30)
             assert error < tolerance, (dtype, key, error)
+
+
+@pytest.mark.parametrize("name", ["xla", "tiled", "reference"])
+def test_scores_past_the_range_of_float16(name):
+    """They are float32: here 100,000 apart from each other, where float16 ends at 65,504. Hidden keys too."""
+    q, k = jnp.full((1, 3, 1, 1), 1000.0), jnp.asarray([100.0, 200, 0]).reshape(1, 3, 1, 1)
+    v = jnp.asarray([1.0, 2, 3]).reshape(1, 3, 1, 1)
+    half = (x.astype(jnp.float16) for x in (q, k, v))
+    y = jax.jit(lambda *x: attention(*x, scale=1.0, implementation=name))(*half)
+    assert y.dtype == jnp.float16 and y.ravel().tolist() == [1, 2, 2]
 
 
 # Which implementation serves

@@ -76,3 +76,12 @@ def test_what_ends_a_mixer_is_linear(mixer):
     more = params | {module.last: jax.tree.map(lambda leaf: 2 * leaf, params[module.last])}
     y, doubled = (zoo.apply(module)({"params": one}, x, zoo.context(L=4))[0] for one in (params, more))
     np.testing.assert_allclose(doubled, 2 * y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.quick
+def test_depth_is_counted_in_branches():
+    """Of all layers, whose MLPs may differ: here 2 x 2 + 1."""
+    own = dict(bare=dict(mixer="attention", position=None, mlp="none"), full=dict(mixer="attention", position=None))
+    config = model_config() | dict(mixers=("full", "bare"), layers=3, depth_init=True) | own
+    model = build.build(config | build.sections(config["mixers"], "none", config), Asked(20))
+    assert [one(parent=None).init_scale for one in model.bare().stack(parent=None).blocks] == [5**-0.5] * 2

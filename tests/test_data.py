@@ -9,6 +9,7 @@ import pytest
 from data import SPLITS, TASKS, Task, bins, build
 from data.pipeline import Batch, batch_at, eval_batches, gather, stream
 from data.rng import Stream, distinct
+from model.asked import Vectors
 from model.errors import UserError
 
 SHORT_LISTOPS = {"length": 100, "max_depth": 6, "min_length": 10, "max_length": 100}
@@ -19,6 +20,15 @@ SECTIONS = {
     "listops": SHORT_LISTOPS | {"n_train": 50, "n_validation": 21, "n_test": 10},
     "running_sum": {"length": 20, "modulus": 3},
     "text": {"length": 16},
+    "adding": {"length": 20},
+    "shapes": {"side": 16},
+    "shape_questions": {"side": 20},
+    "matching": {"length": 12},
+    "copy": {"length": 9, "min_length": 6, "vocab_size": 8},
+    "reverse": {"length": 9, "min_length": 5},
+    "sort": {"length": 9, "min_length": 6},
+    "dates": {},
+    "translate": {"length": 12, "nouns": 5, "verbs": 3, "adjectives": 2},
 }
 
 
@@ -69,10 +79,22 @@ def test_batches_are_pure(task):
 def test_examples_keep_the_contract(task, split):
     B = 8
     batch = batch_at(task, 0, split, B, 0)
-    assert batch["inputs"].shape == (B, task.length)
-    assert 0 <= batch["inputs"].min() <= batch["inputs"].max() < task.vocab_size
-    assert batch["weights"].dtype == np.float32
-    assert all(a.dtype == np.int32 for key, a in batch.items() if key != "weights")
+    reals = {"weights", "image"} | ({"inputs"} if task.inputs else set())
+    if task.inputs is None:
+        assert batch["inputs"].shape == (B, task.target_length)
+        assert 0 <= batch["inputs"].min() <= batch["inputs"].max() < task.vocab_size
+    elif isinstance(task.inputs, Vectors):
+        assert batch["inputs"].shape == (B, task.length, task.inputs.channels)
+    else:
+        assert batch["inputs"].shape == (B, *dataclasses.astuple(task.inputs))
+    if task.asked.source:
+        assert batch["source"].shape == batch["source_segments"].shape == (B, task.length)
+        assert 0 <= batch["source"].min() <= batch["source"].max() < task.vocab_size
+    assert ("image" in batch) == (task.image is not None)
+    assert task.image is None or batch["image"].shape == (B, *dataclasses.astuple(task.image))
+    assert ("other" in batch) == task.pair
+    assert not task.pair or batch["other"].shape == batch["other_segments"].shape == batch["inputs"].shape
+    assert all(a.dtype == (np.float32 if key in reals else np.int32) for key, a in batch.items())
     if task.kind == "lm":
         assert batch["targets"].max() < task.vocab_size
         at = batch.get("at", batch["inputs"])
@@ -114,7 +136,10 @@ def test_a_restarted_stream_is_the_tail_of_the_first(task):
 
 
 def test_splits_differ(task):
-    seen = {s: {e["inputs"].tobytes() for e in examples(task, s, min(10, task.size(s) or 10))} for s in SPLITS}
+    seen = {
+        s: {e.get("image", e["inputs"]).tobytes() for e in examples(task, s, min(10, task.size(s) or 10))}
+        for s in SPLITS
+    }
     assert all(len(seen[s]) == min(10, task.size(s) or 10) for s in SPLITS)
     assert not seen["train"] & seen["validation"]
     assert not seen["train"] & seen["test"]

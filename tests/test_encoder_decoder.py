@@ -9,14 +9,20 @@ import numpy as np
 import pytest
 
 from configs import base
-from eval.generate import decode
+from eval.accuracy import accuracy
+from eval.continuation import continuation
+from eval.generate import decode, generate
+from eval.restore import restore
 from eval.sample import Sampling
 from model import build
 from model.asked import Asked
 from model.errors import UserError
 from model.mixers import MIXERS
 from tests import zoo
+from train import config as configs
 from train import optim
+from train.loop import train
+from train.run import prepare
 
 V, S, T = 11, 6, 5
 ASKED = Asked(V, source=S)
@@ -242,3 +248,116 @@ def test_a_decoder_without_a_source():
     model, variables, _ = made("attention")
     with pytest.raises(UserError, match="nothing to look at; pass source="):
         model.apply(variables, TARGET)
+
+
+# --- from a config ---
+
+
+@pytest.fixture(scope="module")
+def base_model():
+    run = configs.load("configs/seq2seq.py:task=translate,arch=transformer_base,size=base")
+    return run, build.build(run.model.to_dict(), Asked(37_000, source=48))
+
+
+def test_the_base_model_has_as_many_parameters_as_its_formula(base_model):
+    """An encoder layer has four maps of attention, a decoder layer eight, both an MLP with biases, and norms with two
+    vectors each; one matrix embeds sources and targets and unembeds."""
+    _, model = base_model
+    d, f, vocabulary = 512, 2048, 37_000
+    mlp, norm = d * f + f + f * d + d, 2 * d
+    encoder, decoder = 4 * d * d + mlp + 2 * norm, 8 * d * d + mlp + 3 * norm
+    assert (encoder, decoder) == (3_150_336, 4_199_936)
+    shapes = nn.unbox(jax.eval_shape(model.init, jax.random.key(0), TARGET, source=SOURCE))["params"]
+    made = {name: sum(leaf.size for leaf in jax.tree.leaves(part)) for name, part in shapes.items()}
+    assert made == {"embed": vocabulary * d, "encoder": 6 * encoder, "decoder": 6 * decoder}
+    assert sum(made.values()) == 63_045_632
+    block = shapes["decoder"]["stack"]["layers"]["block_0"]
+    assert block["cross_attention"]["q"]["kernel"].shape == (6, 512, 8, 64)
+    assert block["mlp"]["up"]["kernel"].shape == (6, 512, 2048)
+
+
+def test_the_base_model_is_trained_as_published(base_model):
+    """lr = d^-0.5 min(step^-0.5, step 4000^-1.5)."""
+    rate = optim.schedule(base_model[0].optim, 100_000)
+    for step in (1, 1000, 4000, 16_000, 100_000):
+        wanted = 512**-0.5 * min(step**-0.5, step * 4000**-1.5)
+        assert float(rate(step - 1)) == pytest.approx(wanted, rel=2e-3)
+
+
+REVERSE = "configs/seq2seq.py:task=reverse,arch=transformer,size=smoke"
+
+
+@pytest.mark.quick
+def test_sections_of_both_sides():
+    own = {
+        "model.mixers": "near,gru",
+        "model.encoder_mixers": "far",
+        "model.near.mixer": "attention",
+        "model.near.window": "4",
+        "model.far.mixer": "attention",
+        "model.far.n_heads": "2",
+        "model.cross_attention.n_heads": "1",
+    }
+    model = configs.load(REVERSE, own.items()).model
+    assert (model.near.window, model.far.n_heads, model.cross_attention.n_heads) == (4, 2, 1)
+    assert "attention" not in model and "hidden" in model.gru
+    assert "cross_attention" not in configs.load("configs/debug.py").model
+
+
+@pytest.mark.quick
+def test_what_does_not_go_together_is_told(book):
+    for spec, changes, words in (
+        (f"configs/text.py:path={book},arch=transformer", {}, "asks at every token; .* closest: arch=attention"),
+        ("configs/listops.py:arch=transformer", {}, "asks for one of 10 classes"),
+        ("configs/debug.py", {"data.task": "reverse"}, "brings a source and a target; .* arch=transformer_base"),
+        (REVERSE, {"model.position": "learned", "model.learned.max_len": "9"}, "length 12 is past the learned .* of 9"),
+        (REVERSE, {"model.attention.prefix": "2"}, "a prefix lets it see the next; allowed: prefix 0"),
+        (REVERSE, {"model.mixers": "mamba"}, "'mamba' runs forward only"),
+        (REVERSE, {"model.encoder_mixers": "rwkw"}, "model.encoder_mixers is .* closest: "),
+        (REVERSE, {"model.cross_attention.n_heads": "3"}, "cross_attention.n_heads 3 does not divide"),
+        (REVERSE, {"data.reverse.min_length": "13"}, "min_length is 13; allowed: 2 to 12"),
+    ):
+        with pytest.raises(UserError, match=words):
+            prepare(configs.load(spec, changes.items()))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reverse")
+    small = {"steps": 8, "batch_size": 8, "eval_batches": 1, "model.width": 16, "test_lengths": "(4,)", "eval_every": 0}
+    return str(folder), train(configs.load(REVERSE, [(k, str(v)) for k, v in small.items()]), str(folder))
+
+
+def test_a_run_and_what_it_can_be_asked(trained, capsys):
+    folder, row = trained
+    assert row["kind"] == "encoder_decoder" and {"test/exact", "test/length_4/exact"} <= row["metrics"].keys()
+    restored = restore(folder, "latest")
+    options = dict(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+    continuation(restored, prompt="4 5 6", tokens=5, **options)
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    accuracy(restored, split="test")
+    assert "exact" in capsys.readouterr().out
+    with pytest.raises(UserError, match="takes token ids from 3 to 12"):
+        continuation(restored, prompt="4 99", tokens=5, **options)
+
+
+def test_generating_needs_a_source_that_has_room():
+    model, variables, _ = made("attention")
+    key, greedy, begin = jax.random.key(0), Sampling(temperature=0), TARGET[:, :1]
+    with pytest.raises(UserError, match="answers a source, and is given none"):
+        generate(model, variables["params"], begin, 2, greedy, key)
+    short = build.build(config(position="learned", learned=dict(max_len=4)), ASKED)
+    with pytest.raises(UserError, match="a source of 6 tokens is past the 4 positions that the encoder can place"):
+        generate(short, {}, begin, 2, greedy, key, source=SOURCE)
+    with pytest.raises(UserError, match="are past the 4 positions"):
+        generate(short, {}, begin, 5, greedy, key, source=SOURCE[:, :4])
+
+
+def test_blocks_of_generated_tokens_are_those_of_single_steps():
+    model, variables, run = made("attention")
+    greedy, key = Sampling(temperature=0), jax.random.key(0)
+    given = dict(source=SOURCE, source_segments=READ)
+    tokens = list(generate(model, variables["params"], TARGET[:, :1], 4, greedy, key, block=2, **given))
+    written = np.concatenate([TARGET[:, :1], np.stack(tokens, axis=1)], axis=1)
+    forced, _ = run(variables, written[:, :4], **given)
+    np.testing.assert_array_equal(jnp.argmax(forced, -1), written[:, 1:])

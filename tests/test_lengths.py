@@ -15,10 +15,9 @@ from eval.accuracy import measure
 from eval.restore import restore
 from experiments.running import campaign, folders
 from experiments.tables import formats, plot, rows
-from experiments.tables.definitions import TABLES, layout
+from experiments.tables.definitions import FLAT, TABLES, layout
 from experiments.tables.layout import Layout, sheet
 from model.errors import UserError
-from model.positions import POSITIONS
 from tests.test_experiments import call
 from tests.test_report import row
 from train import config as configs
@@ -211,14 +210,14 @@ def test_published_numbers_stand_at_the_same_multiple_of_the_training_length():
         assert shown.published["rope", twice].value == 0.836
         assert shown.published["xpos", twice].value == 0.996
     for name in ("positions", "positions_text"):
-        assert layout(TABLES[name], "small").order["position"] == list(POSITIONS)
+        assert layout(TABLES[name], "small").order["position"] == FLAT
 
 
 def test_the_commands_print_the_table(tmp_path):
     """Every run has its result already, so nothing is trained."""
     asked = [replace(run, overrides={**run.overrides, "steps": 7}) for run in TABLES["positions"].runs("smoke")]
     planned = campaign.plan(asked, tmp_path)
-    assert len(planned) == 2 * len(POSITIONS)
+    assert len(planned) == 2 * len(FLAT)
     for name, item in planned.items():
         folders.claim(tmp_path / name, item.run, item.config_hash)
         made = scored(item.run.labels["position"], item.run.overrides["seed"], {16: 0.9, 128: 0.25, 32: 0.5})

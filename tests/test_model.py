@@ -249,15 +249,45 @@ def test_model_in_pieces(position):
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=2e-5)
 
 
-def test_bf16_keeps_parameters_and_logits_wide():
-    model = build.build(model_config(dtype="bfloat16", mixers=("mamba", "attention", "s4d"), layers=3), Asked(20))
+@pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 0.05), ("float16", 0.005)])
+def test_narrow_dtypes_keep_parameters_and_logits_wide(dtype, tolerance):
+    model = build.build(model_config(dtype=dtype, mixers=("mamba", "attention", "s4d"), layers=3), Asked(20))
     variables = init(model, TOKENS)
     assert {x.dtype for x in jax.tree.leaves(variables)} == {jnp.dtype("float32")}
     logits, _ = run(model, variables, TOKENS)
     exact = build.build(model_config(mixers=("mamba", "attention", "s4d"), layers=3), Asked(20))
     wide, _ = run(exact, variables, TOKENS)
     assert logits.dtype == jnp.float32
-    assert np.linalg.norm(logits - wide) / np.linalg.norm(wide) < 0.05
+    assert np.linalg.norm(logits - wide) / np.linalg.norm(wide) < tolerance
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("mixers", [("attention",), ("local", "mamba")])
+def test_ragged_generation_where_integers_are_wide(mixers):
+    """Prompts of two lengths, then a token more, with 64 bits allowed: the state stays what it was opened as."""
+    named = {"local": dict(mixer="attention", position="rope", window=3)}
+    config = base.get_config().model.to_dict() | dict(width=16, mixers=mixers, **named)
+    model = build.build(config | build.sections(mixers, "none", named), Asked(20))
+    variables, segments = init(model, TOKENS), jnp.asarray([[1] * 6, [1] * 4 + [0] * 2], jnp.int32)
+    with jax.enable_x64(True):
+        state = opened = model.init_state(2, 12)
+        prompt, state = run(model, variables, TOKENS[:, :6], segments=segments, state=state)
+        assert jax.tree.map(jnp.result_type, state) == jax.tree.map(jnp.result_type, opened)
+        more, _ = run(model, variables, TOKENS[:, 6:7], state=state)
+    whole, _ = run(model, variables, TOKENS[:1, :7])
+    np.testing.assert_allclose(jnp.concatenate([prompt[0], more[0]]), whole[0], atol=2e-5)
+    short, _ = run(model, variables, jnp.concatenate([TOKENS[1:, :4], TOKENS[1:, 6:7]], axis=1))
+    np.testing.assert_allclose(more[1, 0], short[0, -1], atol=2e-5)
+
+
+@pytest.mark.quick
+def test_float64_is_float64():
+    """Where it is allowed; without it JAX would compute float32 and say nothing."""
+    with jax.enable_x64(True):
+        model = build.build(model_config(dtype="float64"), Asked(20))
+        made = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
+        logits, _ = jax.eval_shape(model.apply, made, TOKENS)
+    assert {leaf.dtype for leaf in (*jax.tree.leaves(made), logits)} == {jnp.dtype("float64")}
 
 
 @pytest.mark.quick
@@ -271,13 +301,16 @@ def test_bf16_keeps_parameters_and_logits_wide():
         (dict(width=12, position="rope"), "head dim must be even, not 3"),
         (dict(mixers=("mamba",), causal=False), "forward only"),
         (dict(pool="cls"), "pool 'cls'"),
+        (dict(dtype="float64"), "model.dtype 'float64' needs JAX_ENABLE_X64=1"),
+        (dict(kind="seq2seq", mixers=(), dtype="float64"), "model.dtype 'float64' needs JAX_ENABLE_X64=1"),
         (dict(mlp="none", mlp_bias=False), "model.mlp_bias is False, and mlp 'none' has no biases to choose"),
     ],
 )
 def test_mistakes_are_named_before_anything_compiles(changes, words):
     classes = 3 if "pool" in changes else 0
+    tail = 4 if "kind" in changes else 0
     with pytest.raises(UserError, match=words):
-        model = build.build(model_config(**changes), Asked(20, n_classes=classes))
+        model = build.build(model_config(**changes), Asked(20, n_classes=classes, tail=tail))
         jax.eval_shape(model.init, jax.random.key(0), TOKENS)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from model.errors import UserError
-from model.positions import FIRE, POSITIONS, T5, Kerple, Learned, Position, Rope, Sinusoidal, XPos
+from model.positions import FIRE, POSITIONS, T5, Axial, Kerple, Learned, Position, Rope, Sinusoidal, XPos
 from model.positions.rotary import LAYOUTS, inverse_frequencies
 from tests.places import BIASES, HEADS, ROPES, at, embed, named, queries, random, score
 
@@ -48,7 +48,7 @@ def test_learned_table_is_looked_up():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("position", [*ROPES, XPos(), *BIASES], ids=named)
+@pytest.mark.parametrize("position", [*ROPES, XPos(), Axial(columns=3), *BIASES], ids=named)
 def test_relative_positions_know_differences_alone(position):
     x, places = random(1, 6, HEADS, 16), at(0, 1, 4, 9, 10, 15)
 
@@ -64,7 +64,7 @@ def test_relative_positions_know_differences_alone(position):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("position", [*ROPES, XPos()], ids=named)
+@pytest.mark.parametrize("position", [*ROPES, XPos(), Axial(columns=3)], ids=named)
 def test_only_a_stretching_position_depends_on_the_span(position):
     moved = score(position, 9, 2, span=512) - score(position, 9, 2, span=16)
     assert abs(moved) > 1e-3 if position.stretches else abs(moved) < 1e-4
@@ -75,11 +75,13 @@ def test_what_each_position_says_of_itself():
     relative = {name for name, cls in POSITIONS.items() if cls.relative}
     assert relative == {"none", "rope", "xpos", "alibi", "t5", "kerple"}
     assert {name for name, cls in POSITIONS.items() if cls.causal_only} == {"xpos"}
-    assert {name for name, cls in POSITIONS.items() if not cls.needs_attention} == {"none", "sinusoidal", "learned"}
+    added = {"sinusoidal", "learned", "sincos2d"}
+    assert {name for name, cls in POSITIONS.items() if not cls.needs_attention} == {"none", *added}
+    assert {name for name, cls in POSITIONS.items() if cls.on_grid} == {"sincos2d", "axial"}
     hooks = {
-        "embed": {"sinusoidal", "learned"},
-        "rotate_queries": {"rope", "xpos"},
-        "rotate_keys": {"rope", "xpos"},
+        "embed": added,
+        "rotate_queries": {"rope", "xpos", "axial"},
+        "rotate_keys": {"rope", "xpos", "axial"},
         "sharpening": {"rope"},
         "bias": {"alibi", "t5", "kerple", "fire"},
     }
@@ -130,6 +132,7 @@ MISTAKES = [
         "'longrope' needs model.rope.original_length of at least 2; closest: 2",
     ),
     (XPos(), 5, "xpos rotates pairs, so the head dim must be even, not 5; closest: 4"),
+    (Axial(columns=3), 6, "head dim must be divisible by 4, not 6; closest: 8"),
     (T5(max_distance=16), 8, "model.t5.max_distance 16 must be above 16, half of the buckets; closest: 17"),
 ]
 IMPOSSIBLE = [

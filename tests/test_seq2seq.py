@@ -1,6 +1,6 @@
 """Sequence to sequence: the step's formula, padding, a carried state, a copy learned by looking, runs from configs."""
 
-from functools import partial
+from functools import cache, partial
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,9 @@ from eval.generate import decode, pad, prefill
 from eval.restore import restore
 from eval.sample import Sampling
 from model.errors import UserError
-from model.seq2seq import Decoder, Seq2Seq, Source, attending_gru, cut
+from model.mixers.recurrent import GRU
+from model.seq2seq import Decoder, Seq2Seq, Source, attending
+from model.source_target import boundary, divide
 from train import config as configs
 from train.log import read
 from train.loop import train, validate
@@ -55,9 +57,9 @@ def test_a_step_by_hand():
 
     p = Decoder(*(jnp.asarray(a, jnp.float32) for a in (W_a, v_a, C, U, bias)))
     h, keys, s, x = (jnp.asarray(a, jnp.float32)[None] for a in (h, keys, s, x))
-    new, seen = attending_gru(p, s, x, Source(h, keys, jnp.asarray([[1, 1, 0]])))
+    new, seen = attending(GRU, p, {"h": s}, x, Source(h, keys, jnp.asarray([[1, 1, 0]])))
     np.testing.assert_allclose(seen[0], context, atol=1e-5)
-    np.testing.assert_allclose(new[0], want, atol=1e-5)
+    np.testing.assert_allclose(new["h"][0], want, atol=1e-5)
 
 
 def test_the_encoder_reads_both_ways(variables):
@@ -77,9 +79,9 @@ def test_the_encoder_reads_both_ways(variables):
         np.testing.assert_array_equal(changed[:, 1], np.arange(S) <= column)
 
 
-def test_where_rows_are_cut():
+def test_where_rows_are_divided():
     segments = jnp.asarray([[1] * 6, [1, 1, 1, 1, 0, 0], [0, 1, 0, 1, 1, 0], [0] * 6])
-    source, begin = cut(segments, 2)
+    source, begin = boundary(segments, 2)
     np.testing.assert_array_equal(begin, [4, 2, 3, 0])
     np.testing.assert_array_equal(source, [[1, 1, 1, 1], [1, 1, 0, 0], [0, 1, 0, 0], [0, 0, 0, 0]])
 
@@ -88,7 +90,7 @@ def test_where_rows_are_cut():
 def test_rows_too_short():
     for target, near in ((6, 5), (0, 1)):
         with pytest.raises(UserError, match=f"rows of 6 tokens cannot end in a target of {target}; .* closest: {near}"):
-            cut(jnp.ones((1, 6), jnp.int32), target)
+            divide(jnp.ones((1, 6), jnp.int32), None, None, target)
 
 
 def test_causality(variables):
@@ -159,7 +161,7 @@ def test_the_state_holds_the_source_and_does_not_grow(variables, dtype):
     step = jax.eval_shape(model.apply, variables, ROWS[:1, : S + 1], None, model.init_state(1, 0))[1]
     for _ in range(2):
         assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(step)) == model.state_bytes(S + T)
-        assert step["s"].dtype == jnp.float32
+        assert step["past"]["h"].dtype == jnp.float32
         step = jax.eval_shape(model.apply, variables, ROWS[:1, :1], None, step)[1]
 
 
@@ -203,7 +205,7 @@ def test_it_learns_to_copy_by_looking_at_each_token_in_turn():
     assert np.corrcoef((weights @ index).ravel(), np.tile(index, len(weights)))[0, 1] > 0.95
 
     greedy, key = Sampling(temperature=0), jax.random.key(0)
-    first, carried = prefill(model, greedy, 0, params, unseen["inputs"][:, : N + 1], None, key)
+    first, carried = prefill(model, greedy, 0, params, unseen["inputs"][:, : N + 1], {}, key)
     _, _, rest = decode(model, greedy, N - 1, params, carried, first, key, 1, N - 1)
     copied = np.concatenate([first[None], rest]).T
     assert np.mean(copied == unseen["targets"]) > 0.9
@@ -216,6 +218,71 @@ def test_dropout_is_for_training(variables):
     )
     np.testing.assert_allclose(calm, apply(variables, ROWS)[0], atol=1e-6)
     assert np.abs(loud - calm).max() > 1e-2
+
+
+# --- cells, with attention and with one vector, sources given by name ---
+
+FORMS = [(cell, attention) for cell in ("gru", "lstm") for attention in (True, False)]
+SOURCE, TARGET = ROWS[:, :S], ROWS[:, S:]
+READ = (np.arange(S) < np.array([[6], [4], [1]])).astype(np.int32)
+
+
+@cache
+def form(cell: str, attention: bool):
+    model = Seq2Seq(V, D, source=S, cell=cell, attention=attention)
+    made = nn.unbox(jax.jit(model.init)(jax.random.key(0), TARGET, source=SOURCE))
+    return model, made, jax.jit(model.apply, static_argnames=("mutable",))
+
+
+@pytest.mark.parametrize(("cell", "attention"), FORMS)
+def test_a_source_by_name_is_the_source_in_the_row(cell, attention):
+    _, variables, run = form(cell, attention)
+    both = Seq2Seq(V, D, T, cell=cell, attention=attention)
+    np.testing.assert_allclose(run(variables, TARGET, source=SOURCE)[0], both.apply(variables, ROWS)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize(("cell", "attention"), FORMS)
+def test_pieces_and_padding_in_every_form(cell, attention):
+    model, variables, run = form(cell, attention)
+    whole, _ = run(variables, TARGET, source=SOURCE, source_segments=READ)
+    alone, _ = run(variables, TARGET[1:2], source=SOURCE[1:2, :4])
+    np.testing.assert_allclose(whole[1:2], alone, atol=1e-5)
+    first, state = run(variables, TARGET[:, :1], None, model.init_state(3, 0), None, SOURCE, READ)
+    second, state = run(variables, TARGET[:, 1:3], state=state)
+    third, state = run(variables, TARGET[:, 3:], state=state)
+    np.testing.assert_allclose(np.concatenate([first, second, third], axis=1), whole, atol=1e-5)
+    row = jax.eval_shape(run, variables, TARGET[:1, :1], None, {}, None, SOURCE[:1], READ[:1])[1]
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(row)) == model.state_bytes(T)
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_one_vector_is_all_that_is_known_of_a_source(cell):
+    """As large whatever the source's length, made of both ends of the encoder, and without parameters to look with."""
+    _, variables, run = form(cell, False)
+    assert not {"W_a", "v_a", "U_a"} & set(variables["params"])
+    _, state = run(variables, TARGET[:, :1], None, {}, None, SOURCE)
+    assert state["source"].annotations.shape == (3, 1, 2 * D) and len(jax.tree.leaves(state["source"])) == 1
+    assert set(state["past"]) == ({"h"} if cell == "gru" else {"h", "c"})
+    for column in (0, S - 1):
+        other = SOURCE.copy()
+        other[:, column] = (other[:, column] + 1) % V
+        changed = np.abs(run(variables, TARGET[:, :1], None, {}, None, other)[1]["source"].annotations[:, 0] -
+                         state["source"].annotations[:, 0]).reshape(3, 2, D).max(-1)  # fmt: skip
+        assert (changed > 1e-7).all()
+    _, kept = run(variables, TARGET, source=SOURCE, mutable=("maps",))
+    assert not kept
+
+
+def test_the_forget_gate_is_open_at_the_start():
+    for attends in (True, False):
+        np.testing.assert_array_equal(form("lstm", attends)[1]["params"]["bias"][1], 1)
+        np.testing.assert_array_equal(form("gru", attends)[1]["params"]["bias"], 0)
+
+
+def test_it_needs_a_source():
+    model, variables, _ = form("gru", True)
+    with pytest.raises(UserError, match="nothing to look at; pass source="):
+        model.apply(variables, TARGET)
 
 
 # --- from a config ---
@@ -322,6 +389,8 @@ def test_refusals(book):
         (COPYING, {"model.position": "rope"}, r"given \(\) and 'rope'; closest: arch=seq2seq"),
         (COPYING, {"model.kind": "seqseq"}, "model.kind is 'seqseq'; allowed: .* closest: seq2seq"),
         (COPYING, {"model.kind": "stack"}, "model.mixers is empty"),
+        (COPYING, {"model.seq2seq.cell": "lstn"}, "model.seq2seq.cell is 'lstn'; allowed: gru, lstm; closest: lstm"),
+        (COPYING, {"model.seq2seq.look": "1"}, "model.seq2seq has cell, attention; closest: model.seq2seq"),
         (COPYING, {"model.width": "1"}, "model.width 1 must be at least 2"),
     ):
         with pytest.raises(UserError, match=words):

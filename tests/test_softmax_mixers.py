@@ -121,6 +121,19 @@ def test_packed_rows_read_the_memory_of_their_own_document():
     np.testing.assert_allclose(packed[:, 2:], cross(memory[:, 4:])[:, 2:], atol=1e-6)
 
 
+def test_heads_of_cross_attention_have_a_dim_and_scores_a_scale():
+    """3 heads of 6 in a width of 16; twice the queries at half the scale are the same scores."""
+    ctx, x = Context(memory=zoo.inputs(2, 7, seed=1)), zoo.inputs(2, 5)
+    settings = dict(width=zoo.WIDTH, n_heads=3, head_dim=6, bias="qkv")
+    plain, halved = CrossAttention(**settings), CrossAttention(**settings, scale=0.5 * 6**-0.5)
+    params = plain.init(jax.random.key(0), x, ctx)["params"]
+    assert params["k"]["bias"].value.shape == (3, 6) and "bias" not in params["out"]
+    twice = params | {"q": jax.tree.map(lambda leaf: 2 * leaf, params["q"])}
+    y, _ = plain.apply({"params": params}, x, ctx)
+    np.testing.assert_allclose(halved.apply({"params": twice}, x, ctx)[0], y, atol=1e-6)
+    assert np.abs(halved.apply({"params": params}, x, ctx)[0] - y).max() > 1e-3
+
+
 def test_cross_attention_needs_a_memory():
     with pytest.raises(UserError, match="'cross_attention' reads a memory"):
         cross(None)

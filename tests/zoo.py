@@ -1,6 +1,6 @@
 """Every mixer in the zoo at test size, and how the laws call one."""
 
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 import flax.linen as nn
 import jax
@@ -29,7 +29,7 @@ VARIANTS = {
         {"score": "multiplicative"},
         {"qk_norm": True, "gate": True},
         {"soft_cap": 2.0, "sinks": True},
-        {"n_heads": 3, "head_dim": 6, "bias": "all", "qk_norm": "all", "scale": 0.5, "gate": True},
+        {"n_heads": 3, "head_dim": 8, "bias": "all", "qk_norm": "all", "scale": 0.5, "gate": True},
     ],
     "b2s6": [{"blocks": 2, "state": 8}],
     "gru": [{"hidden": 12}],
@@ -47,6 +47,8 @@ REFERENCE = {"attention": "reference", "mla": "reference"}
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
 # Every mixer once, and every position once more.
 PAIRS = [(name, "none") for name in ALONE] + [("attention", name) for name in POSITIONS if name != "none"]
+# Rows of the laws as grids of three columns.
+PLACES = {name: {"columns": 3} for name, position in POSITIONS.items() if position.on_grid}
 INSIDE = [name for name, position in POSITIONS.items() if position.needs_attention]
 
 
@@ -86,9 +88,14 @@ def refused(case) -> str | None:
     return None
 
 
+@cache  # the same object every time, so that mixers with it are equal
+def placed(position: str):
+    return partial(POSITIONS[position], **PLACES[position]) if position in PLACES else POSITIONS[position]
+
+
 def make(case, **options) -> Mixer:
     name, settings, position = case
-    place = {"position": POSITIONS[position]} if MIXERS[name].softmax else {}
+    place = {"position": placed(position)} if MIXERS[name].softmax else {}
     if not hasattr(MIXERS[name], "implementation"):  # there is but one
         options.pop("implementation", None)
     return MIXERS[name](width=WIDTH, **place, **settings, **options)

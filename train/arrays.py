@@ -83,8 +83,11 @@ def merge(folder: Path) -> None:
             _handler().finalize(epath.Path(folder / part))
 
 
-def read(folder: Path, like: State, prefix: str = "") -> State:
-    """The state on the shardings of `like`; its leaves are found under the paths that `flatten` gives with `prefix`."""
+def read(folder: Path, like: State, prefix: str = "", whole: bool = True) -> State:
+    """The state on the shardings of `like`; its leaves are found under the paths that `flatten` gives with `prefix`.
+
+    If not `whole`, the files may have more.
+    """
     one_device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     flat = {
         path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding or one_device)
@@ -92,7 +95,8 @@ def read(folder: Path, like: State, prefix: str = "") -> State:
     }
     arrays = {path: jnp.zeros(x.shape, x.dtype, device=x.sharding) for path, x in flat.items() if not _stored(x)}
     for part, leaves in _parts(flat):
-        args = ocp.args.PyTreeRestore(leaves, restore_args=ocp.checkpoint_utils.construct_restore_args(leaves))
+        restore_args = ocp.checkpoint_utils.construct_restore_args(leaves)
+        args = ocp.args.PyTreeRestore(leaves, restore_args=restore_args, partial_restore=not whole)
         arrays |= _handler().restore(epath.Path(folder / part), args=args)
     return jax.tree.unflatten(jax.tree.structure(like), [arrays[path] for path in flat])
 

@@ -26,7 +26,7 @@ from typing import Any
 import jax
 from absl import logging
 
-from model.errors import UserError
+from model.errors import UserError, closest
 from train import arrays, hosts, manifest
 from train.arrays import State
 from train.manifest import MANIFEST, DamagedManifest, read_manifest, step_folder, step_of
@@ -59,6 +59,28 @@ def _best(directory: str | Path) -> tuple[float, int | None]:
     return max(scores, default=(-math.inf, None))
 
 
+def choose_step(checkpoints: Path, asked: str) -> int:
+    """The committed step that is asked for."""
+    there = steps(checkpoints)
+    if not there:
+        raise UserError(f"no checkpoint in {checkpoints}; train until the first one is saved")
+    if asked == "latest":
+        return there[-1]
+    if asked == "best":
+        best = best_step(checkpoints)
+        if best is None:
+            raise UserError(f"no checkpoint in {checkpoints} has a validation score; choose --step=latest")
+        return best
+    if asked.isdecimal() and int(asked) in there:
+        return int(asked)
+    allowed = ["best", "latest", *map(str, there)]
+    if asked.isdecimal():
+        near = f"; closest: {min(there, key=lambda step: abs(step - int(asked)))}"
+    else:
+        near = closest(asked, allowed)
+    raise UserError(f"no step {asked!r} in {checkpoints}; choose from {', '.join(allowed)}{near}")
+
+
 def load(directory: str | Path, like: State, step: int) -> State:
     """The state of one committed step, on the shardings of `like`, a pytree of jax.ShapeDtypeStruct."""
     return _load(directory, like, step)
@@ -72,7 +94,22 @@ def load_params(directory: str | Path, like: State, step: int) -> State:
     return _load(directory, like, step, f"{arrays.PARAMS}/")
 
 
-def _load(directory: str | Path, like: State, step: int, prefix: str = "") -> State:
+def load_some(directory: str | Path, like: State, step: int) -> State:
+    """Some of the parameters of one committed step, by their paths."""
+    return _load(directory, like, step, f"{arrays.PARAMS}/", whole=False)
+
+
+def parameters(directory: str | Path, step: int) -> tuple[dict[str, str], str]:
+    """What the parameters of one committed step are, by path, and a hash of their files; nothing of these is read."""
+    folder, prefix = step_folder(directory, step), f"{arrays.PARAMS}/"
+    try:
+        leaves, digest = read_manifest(folder)["leaves"], manifest.fingerprint(folder, prefix)
+    except DamagedManifest as error:
+        raise UserError(f"checkpoint {folder} is damaged: {error}") from None
+    return {path.removeprefix(prefix): x for path, x in leaves.items() if path.startswith(prefix)}, digest
+
+
+def _load(directory: str | Path, like: State, step: int, prefix: str = "", whole: bool = True) -> State:
     folder = step_folder(directory, step)
 
     def find() -> None:
@@ -82,8 +119,9 @@ def _load(directory: str | Path, like: State, step: int, prefix: str = "") -> St
     hosts.agree(find)
     if found := _damage(folder, prefix):
         raise UserError(f"checkpoint {folder} is damaged: {found}")
-    hosts.agree(lambda: _check_fit(folder, like, prefix))
-    return arrays.read(folder, like, prefix)
+    if whole:
+        hosts.agree(lambda: _check_fit(folder, like, prefix))
+    return arrays.read(folder, like, prefix, whole)
 
 
 def _damage(folder: Path, below: str = "") -> str | None:

@@ -37,9 +37,13 @@ Declared = dict[str, dataclasses.Field]  # by dotted key
 
 def load(spec: str, overrides: Iterable[tuple[str, str]] = ()) -> ConfigDict:
     """The resolved, locked config of `FILE.py[:argument]` or `config.json`, with `(key, text)` overrides."""
-    given = {key: tuples(value) for key, value in flatten(read(spec)).items()}
+    return resolve(read(spec), overrides, spec.partition(":")[0])
+
+
+def resolve(values: Mapping[str, Any], overrides: Iterable[tuple[str, str]] = (), file: str = "") -> ConfigDict:
+    """The same of what a file holds."""
+    given = {key: tuples(value) for key, value in flatten(values).items()}
     asked = dict(overrides)
-    file = spec.partition(":")[0]
     config = base.get_config()
     config.model.update(own_entries(given, asked, file))
     known = declared(config)
@@ -67,7 +71,7 @@ def own_entries(given: Mapping[str, Any], asked: Mapping[str, str], file: str) -
     ]
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(name for name in names if name not in MIXERS):
-        if name in POSITIONS or name in settings.section(base.Model):
+        if name in POSITIONS or name in build.KIND_SECTIONS or name in settings.section(base.Model):
             raise UserError(f"model.{name} is another key of the model section, no mixer; choose another name")
         found[name] = {}
         for field in dataclasses.fields(build.Entry):
@@ -116,9 +120,10 @@ def complete(config: ConfigDict) -> None:
 
 
 def unused_section(key: str, config: ConfigDict, given: Mapping[str, Any]) -> bool:
-    """Whether a config file's key belongs to a mixer, position, task or objective that was not chosen in the end."""
+    """Whether a config file's key belongs to a choice that was not made in the end."""
     room, name, *rest = (*key.split("."), "")
-    tables = {"model": {*MIXERS, *POSITIONS, "experts"}, "data": data.TASKS, "objective": OBJECTIVES}
+    of_model = {*MIXERS, *POSITIONS, *build.KIND_SECTIONS, "experts"}
+    tables = {"model": of_model, "data": data.TASKS, "objective": OBJECTIVES}
     own = f"model.{name}.mixer" in given
     if name in tables.get(room, {}) or own:
         return name not in config[room] or (own and rest[0] in POSITIONS and rest[0] not in config[room][name])

@@ -19,8 +19,8 @@ from ml_collections import ConfigDict
 
 from data import pipeline
 from model.errors import UserError, out_of_memory
+from train import checkpoint, hosts, start
 from train import config as configs
-from train import hosts
 from train.checkpoint import Checkpoints
 from train.evaluate import evaluate, mean, scalars
 from train.feed import Feed
@@ -40,13 +40,15 @@ def train(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
     with graceful_stop() if jax.process_count() > 1 else contextlib.nullcontext():
         run = prepare(config)
         lengths = {length: at_length(run, length) for length in config.test_lengths}
+        begun = hosts.agree(lambda: bool(checkpoint.steps(Path(workdir) / "checkpoints")))
+        source = None if begun else start.find(run)
         with open_workdir(workdir) as folder:
             done = open_run(run, folder)
             if done is not None:
                 print(f"{workdir} is finished already: {done['status']} after {done['steps']} steps")
                 return done
             with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
-                return loop(run, folder, checkpoints, lengths)
+                return loop(run, folder, checkpoints, lengths, source)
 
 
 def open_run(run: Run, folder: Path) -> dict[str, Any] | None:
@@ -81,7 +83,7 @@ def refuse_changes(changes: dict[str, tuple[Any, Any]], config: ConfigDict, fold
         )
 
 
-def sign_run(run: Run, folder: Path, step: int) -> list[dict[str, Any]]:
+def sign_run(run: Run, folder: Path, step: int, origin: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Makes the folder this run's, once all that is in it fits; returns what was changed in the config on the way."""
 
     def sign() -> list[dict[str, Any]]:
@@ -90,6 +92,8 @@ def sign_run(run: Run, folder: Path, step: int) -> list[dict[str, Any]]:
         made = read_json(changes, changes=list)["changes"] if changes.exists() else []
         noted = configs.noted(made, before, configs.flatten(run.config), step)
         result.unlink(missing_ok=True)
+        if origin:
+            write_json(folder / "init.json", origin)
         write_json(changes, {"changes": noted})  # before the config: written again if the config is not
         write_json(file, run.config.to_dict())
         write_json(
@@ -101,18 +105,25 @@ def sign_run(run: Run, folder: Path, step: int) -> list[dict[str, Any]]:
 
 
 def loop(
-    run: Run, folder: Path, checkpoints: Checkpoints, lengths: Mapping[int, Run] = MappingProxyType({})
+    run: Run,
+    folder: Path,
+    checkpoints: Checkpoints,
+    lengths: Mapping[int, Run] = MappingProxyType({}),
+    source: start.Source | None = None,
 ) -> dict[str, Any] | None:
     c, clock = run.config, Clock()
     restored = checkpoints.restore(run.abstract)
-    step, state = restored if restored is not None else (0, run.init())
+    step, state = restored if restored is not None else (0, start.begin(run, source))
     scores: dict[str, float] = {}
+    origin = source.origin if source and restored is None else None
     if restored is not None:
         print(f"resumed at step {step}")
         noted = read_manifest(step_folder(checkpoints.directory, step))["extra"]
-        scores = noted.get("scores", {})
+        scores, origin = noted.get("scores", {}), noted.get("init")
         clock.resume(noted.get("wall_s", 0.0), noted.get("data_wait_s", 0.0))
-    changes = sign_run(run, folder, step)
+    changes = sign_run(run, folder, step, origin)
+    if origin and restored is None:  # so that whatever happens from here on, the source is not read again
+        save(checkpoints, step, state, scores, c.best, clock, origin)
     best = checkpoints.best_score()
     reached = has_reached(scores, c)
     status, pending, untested = "finished", None, {}
@@ -160,7 +171,7 @@ def loop(
                 best = rank(scores, c.best)
             if at_save or at_best or stop or reached:
                 log.sync()  # on the disk before the step that vouches for it
-                save(checkpoints, step, state, scores if at_eval else {}, c.best, clock)
+                save(checkpoints, step, state, scores if at_eval else {}, c.best, clock, origin)
             if at_eval or at_save:
                 clock.pause()
             if stop and step < c.steps and not reached:
@@ -174,7 +185,7 @@ def loop(
         at_others, untested = at_lengths(lengths, state)
         scores = scores | validate(run, state, "test") | at_others
     checkpoints.wait()
-    return finish(run, folder, status, step, int(state.nonfinite), scores, untested, clock, changes)
+    return finish(run, folder, status, step, int(state.nonfinite), scores, untested, clock, changes, origin)
 
 
 def has_reached(scores: dict[str, float], c: ConfigDict) -> bool:
@@ -239,9 +250,18 @@ def roll_back(run: Run, checkpoints: Checkpoints, state: RunState, step: int) ->
     return good, restored.replace(**{k: jax.device_put(np.int32(v), sharding) for k, v in counts.items()})
 
 
-def save(checkpoints: Checkpoints, step: int, state: RunState, scores: dict, best: str, clock: "Clock") -> None:
+def save(
+    checkpoints: Checkpoints,
+    step: int,
+    state: RunState,
+    scores: dict[str, float],
+    best: str,
+    clock: "Clock",
+    origin: dict[str, Any] | None,
+) -> None:
     score = rank(scores, best) if scores else None
-    checkpoints.save(step, state, score, extra={"wall_s": clock.wall(), "data_wait_s": clock.waited, "scores": scores})
+    extra = {"wall_s": clock.wall(), "data_wait_s": clock.waited, "scores": scores, "init": origin}
+    checkpoints.save(step, state, score, extra)
 
 
 def rank(scores: dict[str, float], best: str) -> float:
@@ -260,6 +280,7 @@ def finish(
     untested: dict[str, str],
     clock: "Clock",
     changes: list[dict[str, Any]],
+    origin: dict[str, Any] | None,
 ) -> dict[str, Any]:
     """Writes the result row: its presence says that the run is over."""
     c, device = run.config, jax.devices()[0]
@@ -274,6 +295,7 @@ def finish(
         "kind": c.model.kind,
         "mixers": list(c.model.mixers),
         "position": c.model.position,
+        "init": origin,  # where the first parameters came from, if they were not drawn
         "seed": c.seed,
         "device": device.device_kind,
         "devices": jax.device_count(),

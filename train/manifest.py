@@ -113,6 +113,12 @@ def damage(folder: Path, below: str = "", share: tuple[int, int] = (0, 1)) -> st
     return next((f"{name} does not match its SHA-256" for name in sorted(own) if now[name] != saved[name]), None)
 
 
+def fingerprint(folder: Path, below: str) -> str:
+    """SHA-256 of the names and hashes of the files of one subfolder, as the step vouches for them."""
+    own = {name: digest for name, digest in sorted(_vouched_for(folder).items()) if name.startswith(below)}
+    return hashlib.sha256(json.dumps(own).encode()).hexdigest()
+
+
 def _vouched_for(folder: Path) -> dict[str, Digest]:
     """Every file that belongs to a step, as the manifest and the signatures have it."""
     manifest = read_manifest(folder)

@@ -85,7 +85,7 @@ class Objective:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Of the sequences that a model is given."""
-        return (self.task.length,)
+        return self.task.length, self.task.target_length
 
     @property
     def attributes(self) -> dict[str, tuple[str, ...]]:
@@ -99,18 +99,23 @@ class Objective:
     def __call__(self, model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> Sums:
         """Loss and accuracy; a test slices the accuracy by every bin of every attribute."""
         batch = self.view(batch, rng)
-        logits, reports = answers(model, params, batch, rng)
-        weights = batch["weights"]
-        logits = jnp.where(weights[..., None] > 0, logits, 0)  # what is not asked may be answered by NaN
-        smoothing = 0.0 if rng is None else self.label_smoothing
-        loss = cross_entropy(logits, batch["targets"], smoothing) * weights
-        hits = (jnp.argmax(logits, -1) == batch["targets"]) * weights
-        count = weights.sum()
+        found, reports = answers(model, params, batch, rng)
+        loss, hits, weights = self.judge(found, batch, train=rng is not None)
+        loss, hits, count = loss * weights, hits * weights, weights.sum()
         sums = {"loss": (loss.sum(), count), "accuracy": (hits.sum(), count)}
         sums |= {name: (value * count, count) for name, value in reports.items()}
         if rng is None:
-            sums |= sliced(self.attributes, batch, hits)
+            sums |= sliced(self.attributes, batch, hits, weights)
+        if self.task.whole_answers:
+            sums |= exact(self.attributes if rng is None else {}, batch, hits)
         return sums
+
+    def judge(self, found: jax.Array, batch: Batch, train: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Of each target the loss, whether the model's answer hits it, and how much it counts."""
+        weights = batch["weights"]
+        logits = jnp.where(weights[..., None] > 0, found, 0)  # what is not asked may be answered by NaN
+        loss = cross_entropy(logits, batch["targets"], self.label_smoothing if train else 0.0)
+        return loss, jnp.argmax(logits, -1) == batch["targets"], weights
 
 
 def answers(model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -158,12 +163,27 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float = 0.0)
     return (1 - smoothing) * loss - smoothing * jax.nn.log_softmax(logits).mean(-1)
 
 
-def sliced(attributes: Mapping[str, tuple[str, ...]], batch: Batch, hits: jax.Array) -> Sums:
+def sliced(attributes: Mapping[str, tuple[str, ...]], batch: Batch, hits: jax.Array, weights: jax.Array) -> Sums:
     """Accuracy within every bin of every attribute."""
     sums = {}
     for name, labels in attributes.items():
         bins = batch[f"attr_{name}"].reshape(-1)
         sums[f"accuracy/{name}"] = tuple(
-            jax.ops.segment_sum(values.reshape(-1), bins, len(labels)) for values in (hits, batch["weights"])
+            jax.ops.segment_sum(values.reshape(-1), bins, len(labels)) for values in (hits, weights)
         )
+    return sums
+
+
+def exact(attributes: Mapping[str, tuple[str, ...]], batch: Batch, hits: jax.Array) -> Sums:
+    """Rows whose every target is hit, also within the bins of attributes, which are the same all along a row.
+
+    All of an answer is then what the model would write by itself, taking the likeliest token each time.
+    """
+    weights = batch["weights"]
+    rows = (weights > 0).any(-1).astype(jnp.float32)
+    right = (hits >= weights).all(-1) * rows
+    sums = {"exact": (right.sum(), rows.sum())}
+    for name, labels in attributes.items():
+        bins = batch[f"attr_{name}"].max(-1)  # padding has 0
+        sums[f"exact/{name}"] = tuple(jax.ops.segment_sum(values, bins, len(labels)) for values in (right, rows))
     return sums

@@ -14,7 +14,9 @@ from model.documents import document_positions, open_reading
 from model.errors import UserError, choose
 from model.settings import Fraction, Length, above, at_most
 from train import corruption
+from train.contrastive import Contrastive
 from train.denoising import Infilling, SpanCorruption
+from train.masked_values import MaskedValues
 from train.objective import Batch, Objective, row_keys, row_weights
 
 Share = Annotated[float, above(0), at_most(1)]
@@ -139,7 +141,7 @@ class Masked(Objective):
 
 
 OBJECTIVES: dict[str, type[Objective]] = {
-    one.name: one for one in (TaskTargets, PrefixLM, Masked, SpanCorruption, Infilling)
+    one.name: one for one in (TaskTargets, PrefixLM, Masked, SpanCorruption, Infilling, MaskedValues, Contrastive)
 }
 
 

@@ -4,13 +4,20 @@ Groups: `decay` (the default), `no_decay`, and `ssm` (no decay, learning rate ti
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 
+from model.build import Model
+from model.errors import UserError
+from model.paths import matching
+from train.objective import Batch, Sums
+
+Sought = Callable[[Model, Any, Batch, jax.Array | None], Sums]  # what an objective is to a step
 GROUPS = ("decay", "no_decay", "ssm")
 
 
@@ -68,4 +75,30 @@ def optimizer(config: Mapping[str, Any], steps: int, rules: list[tuple[str, str]
     ]
     if c["ssm_lr"] != 1.0:
         parts.append(optax.stateless(scale_groups))
-    return optax.chain(*parts, optax.scale_by_learning_rate(schedule(c, steps)))
+    tx = optax.chain(*parts, optax.scale_by_learning_rate(schedule(c, steps)))
+    return optax.masked(tx, lambda params: trained(params, c["frozen"])) if c["frozen"] else tx
+
+
+def trained(params: Any, frozen: Sequence[str]) -> Any:
+    """Whether each parameter is trained; `frozen` are patterns of those that are not. Boxed ones count as one."""
+
+    def is_box(x):
+        return isinstance(x, nn.meta.AxisMetadata)
+
+    names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)]
+    held = matching(frozen, names, "optim.frozen")
+    if len(held) == len(names):
+        raise UserError(f"optim.frozen {tuple(frozen)} are all {len(names)} parameters; leave one to be trained")
+    return jax.tree_util.tree_map_with_path(lambda path, _: path_name(path) not in held, params, is_leaf=is_box)
+
+
+def holding(objective: Sought, frozen: Sequence[str]) -> Sought:
+    """The same objective, from which frozen parameters get no gradient: it is neither computed nor counted."""
+
+    def held(model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> Sums:
+        mask = trained(params, frozen)
+        return objective(
+            model, jax.tree.map(lambda x, on: x if on else jax.lax.stop_gradient(x), params, mask), batch, rng
+        )
+
+    return held if frozen else objective

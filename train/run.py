@@ -20,7 +20,7 @@ from train import config as configs
 from train import hosts, sharding
 from train.objective import Objective
 from train.objectives import build as build_objective
-from train.optim import optimizer, schedule
+from train.optim import holding, optimizer, schedule
 from train.step import RunState, eval_step, init_state, train_step
 
 
@@ -44,10 +44,13 @@ class Run:
         return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(self.abstract.params))
 
 
-def prepare(config: ConfigDict) -> Run:
-    """Builds a run; nothing is compiled yet, and a mistake in the config has been told by the time this returns."""
+def prepare(config: ConfigDict, task: data.Task | None = None) -> Run:
+    """Builds a run; nothing is compiled yet, and a mistake in the config has been told by the time this returns.
+
+    Another task may be given than the config's.
+    """
     configs.check(config)
-    task = data.build(config.data.task, config.data[config.data.task].to_dict())
+    task = task or data.build(config.data.task, config.data[config.data.task].to_dict())
     mesh, rules = sharding.make_mesh(config.mesh), sharding.rules_of(config.mesh)
     for split in ("validation", "test"):
         pipeline.check_countable(task, split, config.eval_batches)
@@ -69,7 +72,7 @@ def prepare(config: ConfigDict) -> Run:
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), nn.unbox(boxed), shardings)
 
     rate = schedule(config.optim, config.steps)
-    step = train_step(model, objective, tx, rate, config.optim.accumulate)
+    step = train_step(model, holding(objective, config.optim.frozen), tx, rate, config.optim.accumulate)
     replicated = sharding.replicated(mesh)
     return Run(
         config=config,
@@ -100,14 +103,15 @@ def at_length(run: Run, length: int) -> Run:
     with sharding.in_force(mesh, rules):
         share = placement.shards("batch")  # a row for every device
     try:
-        task = data.build(run.task.name, c.data[run.task.name].to_dict() | {"length": length})
+        changed = run.task.resized(length)
+        task = data.build(run.task.name, c.data[run.task.name].to_dict() | changed)
         objective = build_objective(c.objective.to_dict(), task)
         for each in objective.lengths:
             sharding.check_batch(mesh, rules, share, each, accumulate=1)
     except UserError as error:
         raise UserError(f"test_lengths has {length!r}: {error}") from None
     examples, room = c.batch_size * c.eval_batches, c.batch_size * run.task.length // length
-    c.data[task.name].length = length
+    c.data[task.name].update(changed)
     c.batch_size = max((n for n in range(share, room + 1, share) if examples % n == 0), default=share)
     c.eval_batches = examples // c.batch_size
     model = model_for(objective, c)  # the same parameters; where the tail begins may depend on the length

@@ -86,6 +86,9 @@ def quickstart(scale: str) -> list[RunSpec]:
     return cross(archs, tasks, seeds=2, overrides=choose("scale", scale, {"small": {}, "smoke": smoke}))
 
 
+FLAT = [name for name, position in POSITIONS.items() if not position.on_grid]
+
+
 def positions(task: str, scale: str) -> list[RunSpec]:
     """Attention with every position encoding there is, tested at many lengths."""
     seeds = choose("scale", scale, {"small": 3, "smoke": 2})
@@ -95,7 +98,7 @@ def positions(task: str, scale: str) -> list[RunSpec]:
             {"seed": seed},
             {"position": position},
         )
-        for position in POSITIONS
+        for position in FLAT
         for seed in range(seeds)
     ]
 
@@ -157,6 +160,31 @@ def precision(scale: str) -> list[RunSpec]:
         for arch in ("mamba", "mamba2", "b2s6", "rglru", "rwkv6")
         for dtype in ("float32", "bfloat16")
         for seed in range(seeds)
+    ]
+
+
+PAIRS = ("seq2seq_vector", "seq2seq", "transformer")
+
+
+def seq2seq(task: str, scale: str) -> list[RunSpec]:
+    """One vector, attention to every token, and a Transformer."""
+    return [
+        RunSpec(f"configs/seq2seq.py:task={task},arch={arch},size={scale}", {"seed": seed}, {"arch": arch})
+        for arch in PAIRS
+        for seed in range(choose("scale", scale, {"small": 3, "smoke": 1}))
+    ]
+
+
+def depth(scale: str) -> list[RunSpec]:
+    """The same Transformer at many depths, its norms before or after the sum, with and without warm-up."""
+    layers, seeds = choose("scale", scale, {"small": ((2, 6, 12, 24, 48), 2), "smoke": ((2, 6), 1)})
+    return [
+        RunSpec(
+            f"configs/depth.py:norm={norm},layers={n},warmup={warmup},size={scale}",
+            {"seed": seed},
+            {"norm": norm, "warmup": warmup, "layers": n},
+        )
+        for norm, warmup, n, seed in product(("pre", "post"), ("yes", "no"), layers, range(seeds))
     ]
 
 
@@ -231,6 +259,42 @@ TABLES = {
             tuned=("lr",),
             published=published.recall,
             against="state_bytes",
+        ),
+        Table(
+            name="seq2seq",
+            description="strings written backwards from one vector, with attention, by a Transformer: whole answers",
+            runs=partial(seq2seq, "reverse"),
+            scales=("small", "smoke"),
+            by=("arch",),
+            across="length",
+            metric="test/exact",
+        ),
+        Table(
+            name="seq2seq_translate",
+            description="a made-up language translated by the same three: whole sentences",
+            runs=partial(seq2seq, "translate"),
+            scales=("small", "smoke"),
+            by=("arch",),
+            across="length",
+            metric="test/exact",
+        ),
+        Table(
+            name="seq2seq_dates",
+            description="dates of days never seen, brought into one form by the same three: whole dates",
+            runs=partial(seq2seq, "dates"),
+            scales=("small", "smoke"),
+            by=("arch",),
+            across=None,
+            metric="test/exact",
+        ),
+        Table(
+            name="depth",
+            description="recall by Transformers of 2 to 48 layers, norms before or after the sum: which train",
+            runs=depth,
+            scales=("small", "smoke"),
+            by=("norm", "warmup"),
+            across="layers",
+            metric="test/accuracy",
         ),
         Table(
             name="precision",

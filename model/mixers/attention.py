@@ -73,6 +73,8 @@ class Attention(Mixer):
         name = type(position).__name__.lower()
         if self.window is not None and position.stretches:
             raise UserError(f"position {name!r} stretches with the length, and a window never grows; use scaling 'ntk'")
+        if self.window is not None and self.causal and rotates(position) and not position.relative:
+            raise UserError(f"position {name!r} is not relative, so it cannot be counted anew inside a window's cache")
         if self.score == "additive" and rotates(position):
             raise UserError(f"position {name!r} turns queries and keys, which additive scores do not compare by angle")
 

@@ -1,6 +1,7 @@
 """Every position encoding by name. A new one is a class in a file beside this and a line here."""
 
 from model.positions.added import Learned, Sinusoidal
+from model.positions.grid import Axial, SinCos2D
 from model.positions.position import Position
 from model.positions.rotary import Rope, XPos
 from model.positions.score_bias import FIRE, T5, ALiBi, Kerple
@@ -15,4 +16,6 @@ POSITIONS: dict[str, type[Position]] = {
     "t5": T5,
     "kerple": Kerple,
     "fire": FIRE,
+    "sincos2d": SinCos2D,
+    "axial": Axial,
 }

@@ -27,6 +27,8 @@ class Position(nn.Module):
     relative: ClassVar[bool] = True
     # Whether it makes sense only where no query sees a later key.
     causal_only: ClassVar[bool] = False
+    # Whether it places the patches of an image; `grid` then says how they lie in a row.
+    on_grid: ClassVar[bool] = False
     groups: ClassVar[dict[str, str]] = {}
 
     def __post_init__(self) -> None:

@@ -1,0 +1,96 @@
+"""Two rows, one model: both go through the same backbone, and a head compares the two vectors that come out.
+
+Shape letters besides those of the contract: P = 2B, the rows of a batch of pairs, each beside its partner.
+"""
+
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from model.contract import wide
+from model.heads import pooled
+from model.inputs import Row, Segments, TokenInput
+from model.layers import Embed, dense, norm
+
+
+def beside(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The rows of a pair one after the other, `[2B, ...]`, so that every device keeps its own; a, b: [B, ...]."""
+    both = jnp.stack([a, b], axis=1).reshape(-1, *a.shape[1:])
+    return nn.with_logical_constraint(both, ("batch", *(None,) * (both.ndim - 1)))
+
+
+def apart(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The first and the second of each pair, `[B, ...]`; x: [2B, ...]."""
+    pairs = x.reshape(-1, 2, *x.shape[1:])
+    return pairs[:, 0], pairs[:, 1]
+
+
+class TowerInput(TokenInput):
+    """The token ids of both rows of a pair, as rows of one batch: shared weights, and one large call of every layer."""
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        segments: Segments = None,
+        other: jax.Array | None = None,
+        other_segments: Segments = None,
+    ) -> Row:
+        if segments is not None or other_segments is not None:
+            each = zip((tokens, other), (segments, other_segments), strict=True)
+            segments = beside(*(jnp.ones(t.shape, jnp.int32) if s is None else s for t, s in each))
+        return super().__call__(beside(tokens, other), segments)
+
+
+class PairHead(nn.Module):
+    """Logits over classes of each pair, off the features `[a, b, a * b, a - b]` and a hidden layer.
+
+    As in Long Range Arena (https://arxiv.org/abs/2011.04006); the hidden layer is S4's, as wide as the model, gelu.
+    """
+
+    n_classes: int
+    norm: str = "rmsnorm"
+    norm_eps: float = 1e-5
+    pool: str = "mean"
+    dtype: Any = jnp.float32
+
+    of_row: ClassVar[bool] = True
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
+    ) -> jax.Array:
+        """`[B, C]`; x: [P, L, D]."""
+        x = vectors(self, x, segments)
+        a, b = apart(x)
+        features = jnp.concatenate([a, b, a * b, a - b], axis=-1)
+        hidden = nn.gelu(dense(x.shape[-1], ("embed", "mlp"), self.dtype, "compare", bias=True)(features))
+        return dense(self.n_classes, ("mlp", None), self.dtype, "classes", bias=True, out=wide(self.dtype))(hidden)
+
+
+class CosineHead(nn.Module):
+    """The cosine between the first of every pair and the second of every pair: who is whose partner."""
+
+    norm: str = "rmsnorm"
+    norm_eps: float = 1e-5
+    pool: str = "mean"
+    dtype: Any = jnp.float32
+
+    n_classes: ClassVar[int] = 0  # it is no classifier
+    of_row: ClassVar[bool] = True
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
+    ) -> jax.Array:
+        """`[B, B]`, of the whole batch, wherever its rows lie; x: [P, L, D]."""
+        x = vectors(self, x, segments).astype(wide(self.dtype))
+        a, b = apart(x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, -1, keepdims=True), 1e-12)))
+        return nn.with_logical_constraint(jnp.einsum("bd,cd->bc", a, b, precision="highest"), ("batch", None))
+
+
+def vectors(head: PairHead | CosineHead, x: jax.Array, segments: jax.Array | None) -> jax.Array:
+    """One vector a row, `[P, D]`."""
+    x = pooled(x, segments, head.pool)
+    return x if head.norm == "none" else norm(head.norm, head.dtype, "norm", head.norm_eps)(x)

@@ -17,6 +17,7 @@ import data
 from configs.archs import ARCHS
 from experiments.tables.definitions import TABLES
 from model import settings
+from model.build import KIND_SECTIONS, KINDS
 from model.contract import Mixer
 from model.errors import choose
 from model.mixers import MIXERS
@@ -34,6 +35,7 @@ from train.objectives import OBJECTIVES
 def catalogue() -> dict[str, dict[str, str]]:
     """Section -> name -> what it is."""
     return {
+        "models (model.kind)": {name: first_line(kind) for name, kind in KINDS.items()},
         "mixers (model.mixers)": {name: first_line(mixer) for name, mixer in sorted(MIXERS.items())},
         "positions (model.position)": {name: first_line(position) for name, position in sorted(POSITIONS.items())},
         "attention (model.attention.implementation)": {n: can.summary for n, can in IMPLEMENTATIONS.items()},
@@ -54,11 +56,19 @@ def described(name: str) -> dict[str, dict[str, str]]:
     declared = {
         "mixer": {mixer: settings.section(cls, without=Mixer) for mixer, cls in MIXERS.items()},
         "position": {position: settings.section(cls, without=Position) for position, cls in POSITIONS.items()},
+        "kind": {kind: settings.section(cls) for kind, cls in KIND_SECTIONS.items()},
         "MLP": {"experts": settings.section(Experts, without=MLP)},
         "task": {task: settings.section(cls) for task, cls in data.TASKS.items()},
         "objective": {kind: settings.section(cls, without=Objective) for kind, cls in OBJECTIVES.items()},
     }
-    room = {"mixer": "model", "position": "model", "MLP": "model", "task": "data", "objective": "objective"}
+    room = {
+        "mixer": "model",
+        "position": "model",
+        "kind": "model",
+        "MLP": "model",
+        "task": "data",
+        "objective": "objective",
+    }
     found = {}
     for kind, table in declared.items():
         if name in table:

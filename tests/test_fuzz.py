@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import pytest
 
 import data
+from model.build import KINDS
 from model.mixers import MIXERS
 from model.positions import POSITIONS
 from tests.processes import ROOT, refusals
@@ -34,6 +35,7 @@ def every_setting() -> Iterator[tuple[tuple[str, ...], str, Any]]:
         *(("model.position=none", f"model.mixers={name}") for name in MIXERS),
         *((f"model.position={name}",) for name in POSITIONS),
         *((f"data.task={name}",) for name in data.TASKS),
+        *((f"model.kind={name}",) for name in KINDS),
         *((f"objective.kind={name}",) for name in OBJECTIVES),
     ]
     seen = set()
@@ -160,6 +162,9 @@ TRAIN = [
         *(f"steps={text}" for text in (ENDLESS, "(" * 5000, "{[]:1}", "[" * 5000, "-", "\\", "'")),
         *(f"data.task=text data.text.path={path}" for path in ("", "nowhere", "empty", "~nobody/x", LONG)),
         *(f"data.task=listops data.listops.max_{name}=100000000" for name in ("depth", "args")),
+        *("data.task=reverse", "model.kind=encoder_decoder data.task=listops", "model.kind=encoder"),
+        *("model.kind=encoder_decoder model.mixers=mamba", "model.encoder_layers=2", "model.encoder_mixers=gru"),
+        "model.kind=encoder_decoder data.task=dates model.position=learned model.learned.max_len=39",
         *("data.mqar.length=31", "data.mqar.n_pairs=9", "data.mqar.vocab_size=5", "resume_safe=(1,2)", "resume_safe=5"),
     ),
 ]

@@ -14,8 +14,8 @@ from data import pipeline
 from eval.accuracy import measure
 from eval.generate import check
 from eval.restore import restore
-from model import build
 from model.errors import UserError
+from model.groups import group_rules
 from tests.processes import fork
 from train import config as configs
 from train import log, optim, sharding
@@ -433,7 +433,7 @@ def test_a_mesh_corrupts_and_asks_as_one_device_does(kind, accumulate, mesh, tex
     config = load(text, kind, *fixed, *((f"mesh.{axis}", str(n)) for axis, n in axes.items()))
     run = prepare(config)
     batch = pipeline.batch_at(run.task, 0, "train", 16, 0)
-    tx = optim.optimizer(config.optim, config.steps, build.group_rules(config.model))
+    tx = optim.optimizer(config.optim, config.steps, group_rules(config.model))
     step = train_step(run.model, run.objective, tx, optax.constant_schedule(0.0), int(accumulate))
     first = run.objective.view(batch, None)
     alone = jax.jit(lambda seed: step(nn.unbox(init_state(run.model, tx, first, seed)), batch)[1])  # knows of no mesh

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from model.asked import Asked, Image
-from model.build import entry
+from model.entries import entry
 from model.errors import UserError
 from model.mlps.mlp import FORMS, mlp_width
 from model.positions import POSITIONS

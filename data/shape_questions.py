@@ -29,7 +29,7 @@ class ShapeQuestions(Task):
 
     side: Annotated[int, within(2 * SMALLEST, 1024)] = 32  # pixels in a side of the picture
     n_shapes: Annotated[int, within(1, 4)] = 2
-    clutter: Whole = 6  # bars
+    clutter: Whole = 2  # bars
 
     @property
     def image(self) -> Image:

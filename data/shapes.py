@@ -61,7 +61,7 @@ class Shapes(Task):
     vocab_size: ClassVar[int] = 0
 
     side: Annotated[int, within(2 * SMALLEST, 1024)] = 32  # pixels in a side of the picture
-    clutter: Whole = 6  # bars
+    clutter: Whole = 2  # bars
 
     @property
     def length(self) -> int:

@@ -17,8 +17,9 @@ import data
 from configs.archs import ARCHS
 from experiments.tables.definitions import TABLES
 from model import settings
-from model.build import KIND_SECTIONS, KINDS
+from model.build import KINDS
 from model.contract import Mixer
+from model.entries import KIND_SECTIONS
 from model.errors import choose
 from model.mixers import MIXERS
 from model.mlps.experts import Experts

@@ -44,7 +44,7 @@ def attention(restored: Restored, *, split: str, examples: int, prompt: str) -> 
     check_tokens(run.task)
     rows = prompted(run.task, prompt, examples) if prompt else first_examples(restored, split, examples)
     check(restored, *rows)
-    documents = read(restored, *rows)
+    documents = documents_of(restored, *rows)
     first = next(documents)
     numbers = together([measure(first), *map(measure, documents)])  # one by one, for the room that maps take
     mixers = run.config.model.mixers
@@ -112,17 +112,17 @@ def inside(model: Model, params: Any, tokens: jax.Array, segments: jax.Array | N
 
 def in_order(stack: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """The layers' collections from 0 on: every turn of the loop through its cycle of blocks, then the rest."""
-    looped, rest = (blocks(stack.get(name, {})) for name in ("layers", "rest"))
+    looped, rest = (layers_of_cycle(stack.get(name, {})) for name in ("layers", "rest"))
     for turn in range(len(looped[0]["output"][0]) if looped else 0):
         yield from jax.tree.map(operator.itemgetter(turn), looped)
     yield from rest
 
 
-def blocks(cycle: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def layers_of_cycle(cycle: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [cycle[f"block_{i}"] for i in range(len(cycle))]
 
 
-def read(restored: Restored, tokens: np.ndarray, segments: np.ndarray | None) -> Iterator[Document]:
+def documents_of(restored: Restored, tokens: np.ndarray, segments: np.ndarray | None) -> Iterator[Document]:
     """The documents of the rows `[B, L]`, looked into one row at a time."""
     model = restored.run.model
     for i, row in enumerate(tokens):
@@ -133,10 +133,10 @@ def read(restored: Restored, tokens: np.ndarray, segments: np.ndarray | None) ->
             row, whose = np.concatenate([[CLS], row]), np.concatenate([whose[:1], whose])
         for segment in np.unique(whose[whose > 0]):
             at = np.flatnonzero(whose == segment)
-            yield Document(row[at], [cut(layer, at) for layer in held])
+            yield Document(row[at], [of_document(layer, at) for layer in held])
 
 
-def cut(layer: Mapping[str, np.ndarray], at: np.ndarray) -> dict[str, np.ndarray]:
+def of_document(layer: Mapping[str, np.ndarray], at: np.ndarray) -> dict[str, np.ndarray]:
     """A layer's arrays at some positions."""
     out = {"output": layer["output"][at]}
     if "weights" in layer:

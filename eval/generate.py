@@ -38,7 +38,7 @@ def generate(
     check(model, prompt.shape[1], n, 0 if source is None else source.shape[1])
     given = {"segments": segments, "source": source, "source_segments": source_segments}
     given = {name: array for name, array in given.items() if array is not None}
-    return blocks(model, params, prompt, n, sampling, key, given, block)
+    return tokens_by_block(model, params, prompt, n, sampling, key, given, block)
 
 
 def check(model: Model, prompt: int, n: int, source: int = 0) -> None:
@@ -79,7 +79,7 @@ def pad(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     return tokens, segments
 
 
-def blocks(
+def tokens_by_block(
     model: Model,
     params: Any,
     prompt: np.ndarray,

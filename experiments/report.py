@@ -34,7 +34,7 @@ def main(argv: list[str]) -> None:
     if (ROWS.value is None) == (DIR.value is None):
         raise UserError("give one of --rows=FILE and --dir=FOLDER")
     source = Path(ROWS.value or DIR.value)
-    found = rows.read(source) if ROWS.value else rows.collect(source)
+    found = rows.read_rows(source) if ROWS.value else rows.collect(source)
     used = (*TUNE.value, ACROSS.value)
     by = (
         BY.value

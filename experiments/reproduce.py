@@ -55,7 +55,7 @@ def reproduce(table: Table, scale: str, out: Path) -> int:
     tally = campaign.carry_out(planned, out, JOBS.value)
     if tally.stopped:
         return campaign.exit_code(tally)
-    filled = [row for row in rows.read(out / "rows.jsonl") if row["run"] in planned]
+    filled = [row for row in rows.read_rows(out / "rows.jsonl") if row["run"] in planned]
     shown = layout(table, scale)
     title = ", ".join([shown.title, *(f"{key}={value}" for key, value in changed.items())])
     made = sheet(filled, replace(shown, title=title))

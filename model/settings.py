@@ -171,7 +171,7 @@ def _tuple(value: Any) -> tuple:
 def _items(text: str, kind: Kind) -> tuple:
     """A tuple without its brackets and quotes: `mamba,attention`."""
     item = get_args(kind)[0]
-    return tuple(read(part.strip(), item) for part in text.split(","))
+    return tuple(parsed(part.strip(), item) for part in text.split(","))
 
 
 def fit(kind: Kind, value: Any) -> Any:
@@ -180,7 +180,7 @@ def fit(kind: Kind, value: Any) -> Any:
     return float(value) if base is float and type(value) is int else value
 
 
-def read(text: str, kind: Kind) -> Any:
+def parsed(text: str, kind: Kind) -> Any:
     """What a text on a command line means where this kind is wanted; a text that means nothing of it stays one."""
     if admits(kind, text):
         return text

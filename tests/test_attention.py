@@ -336,7 +336,7 @@ def test_work_is_proportional_to_what_is_seen():
     places = dict(q_positions=positions, k_positions=positions, q_segments=segments, k_segments=segments)
     form, o = op.prepare(*(jnp.zeros((1, 512, 1, 1)),) * 3, **places)
     every = tiled_attention.Pairs(tiled_attention.candidates(form, 8, 8, 64, 64), True)
-    needed = tiled_attention.needed(form, tiled_attention.cut(o, (64, 64)), every)
+    needed = tiled_attention.needed(form, tiled_attention.in_tiles(o, (64, 64)), every)
     np.testing.assert_array_equal(np.asarray(needed).reshape(8, 8), np.eye(8, dtype=bool))
 
 

@@ -60,7 +60,7 @@ def quick(run, monkeypatch):
 def go_on(folder: Path, run) -> tuple[dict[str, Any], list[str]]:
     """Trains to the end; the result and the bits of every loss."""
     result = loop.train(run.config, str(folder))
-    return result, [line["loss"].hex() for line in log.read(folder / "metrics.jsonl") if "loss" in line]
+    return result, [line["loss"].hex() for line in log.read_metrics(folder / "metrics.jsonl") if "loss" in line]
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +298,7 @@ def test_experiments_read_damaged_files(name, text, tmp_path):
         lambda: rows.collect(tmp_path),
         lambda: folders.position(folder),
         lambda: folders.strayed(folder),
-        lambda: rows.read(folder / name),
+        lambda: rows.read_rows(folder / name),
         lambda: configs.load(str(folder / "config.json")),
     ):
         try:

@@ -19,7 +19,7 @@ from tests.test_hosts import known
 from train import config as configs
 from train import hosts, loop
 from train.checkpoint import Checkpoints, step_folder
-from train.log import read
+from train.log import read_metrics
 
 pytestmark = pytest.mark.scale
 
@@ -90,7 +90,7 @@ def go_on(folder, monkeypatch, **mesh) -> tuple:
 
 
 def losses(folder) -> dict[int, float]:
-    return {event["step"]: event["loss"] for event in read(folder / "metrics.jsonl") if "loss" in event}
+    return {event["step"]: event["loss"] for event in read_metrics(folder / "metrics.jsonl") if "loss" in event}
 
 
 def test_a_run_goes_on_with_fewer_devices(tmp_path, monkeypatch):

@@ -254,7 +254,7 @@ def test_numbers_are_those_of_the_run(recall_run, recall, split):
         assert weighted(lines) == pytest.approx(found["metrics"]["accuracy"], rel=1e-6)
         assert sum(line["count"] for line in lines) == found["targets"]
     assert found["metrics"]["perplexity"] == pytest.approx(math.exp(found["metrics"]["loss"]))
-    logged = next(e for e in reversed(log.read(recall_run / "metrics.jsonl")) if "validation/loss" in e)
+    logged = next(e for e in reversed(log.read_metrics(recall_run / "metrics.jsonl")) if "validation/loss" in e)
     logged |= read_json(recall_run / "result.json")["metrics"]
     assert logged["step"] == recall.step == 6
     for metric in ("accuracy", "loss"):

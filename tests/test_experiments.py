@@ -176,10 +176,10 @@ def test_more_mistakes(tmp_path):
     with pytest.raises(UserError, match="--jobs=0"):
         campaign.carry_out({}, tmp_path, slots=0)
     with pytest.raises(UserError, match="no rows at"):
-        rows.read(tmp_path / "rows.jsonl")
+        rows.read_rows(tmp_path / "rows.jsonl")
     (tmp_path / "rows.jsonl").write_text("not json\n")
     with pytest.raises(UserError, match="not a file of rows"):
-        rows.read(tmp_path / "rows.jsonl")
+        rows.read_rows(tmp_path / "rows.jsonl")
 
 
 def test_dry_run_prints_commands_that_a_shell_takes_and_makes_nothing(tmp_path):
@@ -260,7 +260,7 @@ def test_reproduce_prints_the_table_with_its_failed_seeds(tmp_path):
         assert line in printed
     names = [line.split("|")[1].strip() for line in (tmp_path / "table.md").read_text().splitlines() if "|" in line]
     assert names[2:] == ["attention", "mqa", "s4d", "mamba", "hybrid", "chance"]
-    made = sheet(rows.read(tmp_path / "rows.jsonl"), layout(TABLES["quickstart"], "smoke"))
+    made = sheet(rows.read_rows(tmp_path / "rows.jsonl"), layout(TABLES["quickstart"], "smoke"))
     assert (tmp_path / "table.md").read_text() == formats.markdown(made)
 
 
@@ -298,7 +298,7 @@ def test_a_sweep_of_real_runs_is_stopped_taken_up_and_finished(tmp_path):
     assert printed.count("diverged:") == 1
     log = (out / "lr=0.001,seed=0" / "log.txt").read_text()
     assert f"resumed at step {stopped}" in log
-    made = rows.read(out / "rows.jsonl")
+    made = rows.read_rows(out / "rows.jsonl")
     assert [(r["labels"]["optim.lr"], r["status"]) for r in made] == [
         (0.001, "finished"),
         (1e30, "nonfinite"),

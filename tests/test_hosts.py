@@ -14,7 +14,7 @@ import pytest
 from tests.processes import fork
 from train import hosts
 from train.line import LOST
-from train.log import read
+from train.log import read_metrics
 from train.workdir import open_workdir
 
 pytestmark = pytest.mark.scale
@@ -46,7 +46,7 @@ def pair(*commands: list[str]) -> list[fork]:
 
 def losses(workdir) -> dict[int, float]:
     with contextlib.suppress(FileNotFoundError):
-        return {line["step"]: line["loss"] for line in read(workdir / "metrics.jsonl") if "loss" in line}
+        return {line["step"]: line["loss"] for line in read_metrics(workdir / "metrics.jsonl") if "loss" in line}
     return {}
 
 

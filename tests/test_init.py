@@ -18,7 +18,7 @@ from tests.test_train import load
 from train import sharding
 from train.checkpoint import load_params
 from train.feed import Feed
-from train.log import read
+from train.log import read_metrics
 from train.loop import train
 from train.run import prepare
 from train.start import begin, find
@@ -157,7 +157,7 @@ def test_a_run_says_where_it_came_from_and_needs_it_no_more(source, tmp_path, mo
     assert resumed["init"] == origin
     assert_same(parameters(tmp_path / "stopped", 4), parameters(tmp_path / "straight", 4))
     losses = [
-        [line["loss"] for line in read(tmp_path / name / "metrics.jsonl") if "loss" in line]
+        [line["loss"] for line in read_metrics(tmp_path / name / "metrics.jsonl") if "loss" in line]
         for name in ("stopped", "straight")
     ]
     assert losses[0] == losses[1] and len(losses[0]) == 4

@@ -14,7 +14,7 @@ import pytest
 
 from model.errors import UserError
 from train import log
-from train.log import MetricsLog, Progress, read
+from train.log import MetricsLog, Progress, read_metrics
 
 
 def log_steps(path, steps, resume_step=None, **kwargs):
@@ -33,7 +33,7 @@ def test_bits_survive(tmp_path):
     with MetricsLog(path, None) as metrics:
         for step, value in enumerate(floats):
             metrics.write(step, numpy=value, jax=jnp.asarray(value), double=1 / (step + 3))
-    for step, event in enumerate(read(path)):
+    for step, event in enumerate(read_metrics(path)):
         assert event["step"] == step
         for name in ("numpy", "jax"):
             assert np.float32(event[name]).tobytes() == floats[step].tobytes()
@@ -58,10 +58,10 @@ def test_all_kinds_of_values(tmp_path):
             bins={"a": np.float32(0.5)},
             none=None,
         )
-        assert len(read(path)) == 1  # there at once, not when the file is closed
+        assert len(read_metrics(path)) == 1  # there at once, not when the file is closed
         with pytest.raises(TypeError, match="object cannot be logged"):
             metrics.write(4, bad=object())
-    (event,) = read(path)
+    (event,) = read_metrics(path)
     assert math.isnan(event.pop("nan"))
     assert event == {
         "step": 3,
@@ -86,7 +86,7 @@ def test_a_killed_and_resumed_run_logs_each_step_once(tmp_path):
     whole = path.read_bytes()
     for cut in range(len(whole)):  # killed after any byte of it
         path.write_bytes(whole[:cut])
-        assert [event["step"] for event in read(path)] == [0, 10, 20, 30, 40][: len(read(path))]
+        assert [event["step"] for event in read_metrics(path)] == [0, 10, 20, 30, 40][: len(read_metrics(path))]
         if whole[:cut].count(b"\n") >= 2:  # there was a checkpoint at step 10
             log_steps(path, [20, 30, 40], resume_step=10)
         else:
@@ -111,7 +111,7 @@ def test_a_broken_line_in_the_middle_is_told(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for bad in ("garbage", "[1]", '{"loss": 1}', '{"step": null}', '{"step": "2"}'):
         path.write_text(f'{{"step": 1}}\n{bad}\n{{"step": 2}}\n')
-        for use in (lambda: read(path), lambda: MetricsLog(path, 2)):
+        for use in (lambda: read_metrics(path), lambda: MetricsLog(path, 2)):
             with pytest.raises(UserError, match=r"metrics\.jsonl line 2 is not an event"):
                 use()
 
@@ -135,12 +135,12 @@ def test_a_full_disk_tears_no_line(tmp_path, more):
         metrics.write(1, loss=0.5)
         with room_for(path, more), pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: File too large"):
             metrics.write(2, loss=0.25)
-        assert [event["step"] for event in read(path)] == [1]
+        assert [event["step"] for event in read_metrics(path)] == [1]
         metrics.write(2, loss=0.25)  # once there is room again
         metrics.write(3, loss=0.125)
-    assert [event["step"] for event in read(path)] == [1, 2, 3]
+    assert [event["step"] for event in read_metrics(path)] == [1, 2, 3]
     log_steps(path, [2], resume_step=1)
-    assert [event["step"] for event in read(path)] == [1, 2]
+    assert [event["step"] for event in read_metrics(path)] == [1, 2]
 
 
 @pytest.mark.quick
@@ -158,7 +158,7 @@ def test_a_write_that_takes_a_part_is_gone_on_with(tmp_path):
         metrics._file = Reluctant()
         metrics.write(1, loss=0.5)
         metrics.write(2, loss=0.25)
-    assert read(path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]
+    assert read_metrics(path) == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.25}]
 
 
 def test_tensorboard_reads_what_was_logged(tmp_path):
@@ -251,4 +251,4 @@ def test_progress_costs_next_to_nothing(monkeypatch):
 def test_lines_are_plain_json(tmp_path):
     path = tmp_path / "metrics.jsonl"
     log_steps(path, [1, 2])
-    assert [json.loads(line) for line in path.read_text().splitlines()] == read(path)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == read_metrics(path)

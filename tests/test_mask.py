@@ -122,7 +122,7 @@ def test_only_tiles_with_something_to_see_are_gone_through(mask, count):
     assert len(found) == count
     # The same where positions are known only when the program runs.
     every = tiled_attention.Pairs(np.argwhere(np.ones((16, 8))).astype(np.int32), True)
-    wanted = tiled_attention.needed(form, tiled_attention.cut(o, (l, m)), every)
+    wanted = tiled_attention.needed(form, tiled_attention.in_tiles(o, (l, m)), every)
     np.testing.assert_array_equal(np.asarray(wanted).reshape(16, 8), tiles)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.processes import fork, run
 from train.checkpoint import steps
-from train.log import read
+from train.log import read_metrics
 from train.workdir import read_json
 
 pytestmark = pytest.mark.scale
@@ -25,7 +25,7 @@ def command(workdir) -> list[str]:
 
 def losses(workdir) -> list[tuple[int, str]]:
     """Every logged step with the bits of its loss, in the order of the file."""
-    return [(line["step"], line["loss"].hex()) for line in read(workdir / "metrics.jsonl") if "loss" in line]
+    return [(line["step"], line["loss"].hex()) for line in read_metrics(workdir / "metrics.jsonl") if "loss" in line]
 
 
 def logged(workdir) -> int:

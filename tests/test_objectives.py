@@ -372,7 +372,7 @@ def test_every_objective_is_listed_with_its_settings():
 def test_a_run_learns_and_is_tested_by_its_objective(kind, text, tmp_path):
     rate = [("optim.lr", "0.01"), ("steps", "40"), ("eval_every", "0"), ("checkpoint_every", "0")]
     result = train(load(text, kind, *NEEDS[kind], *rate, ("test_lengths", "24")), str(tmp_path))
-    losses = [line["loss"] for line in log.read(tmp_path / "metrics.jsonl") if "loss" in line]
+    losses = [line["loss"] for line in log.read_metrics(tmp_path / "metrics.jsonl") if "loss" in line]
     assert losses[0] > 5 and np.mean(losses[-5:]) < 2.5, losses
     found = measure(restore(str(tmp_path), "latest"), "test")
     assert found["metrics"]["loss"] == pytest.approx(result["metrics"]["test/loss"], rel=1e-5)
@@ -403,7 +403,7 @@ def test_a_label_for_each_token_is_learnt(mixer, causal, tmp_path):
 
 def test_masked_resumes_bit_for_bit(text, tmp_path):
     def losses(folder):
-        return [float(line["loss"]).hex() for line in log.read(folder / "metrics.jsonl") if "loss" in line]
+        return [float(line["loss"]).hex() for line in log.read_metrics(folder / "metrics.jsonl") if "loss" in line]
 
     fixed = [*NEEDS["masked"], ("optim.schedule", "constant"), ("eval_every", "0"), ("eval_batches", "1")]
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -16,7 +16,7 @@ def test_tables_are_generated_from_committed_rows():
     assert found
     for name, text in found:
         table = TABLES[name]
-        committed = rows.read(ROOT / "experiments" / "results" / name / "rows.jsonl")
+        committed = rows.read_rows(ROOT / "experiments" / "results" / name / "rows.jsonl")
         made = formats.markdown(sheet(committed, layout(table, choose_scale(table, None))))
         assert text.strip() == made.strip()
         assert (ROOT / "experiments" / "results" / name / "table.md").read_text() == made
@@ -29,12 +29,12 @@ def test_committed_tables_are_those_of_their_rows():
     assert len(named) >= 4
     for folder in named:
         table = TABLES[folder.name]
-        made = formats.markdown(sheet(rows.read(folder / "rows.jsonl"), layout(table, choose_scale(table, None))))
+        made = formats.markdown(sheet(rows.read_rows(folder / "rows.jsonl"), layout(table, choose_scale(table, None))))
         assert (folder / "table.md").read_text().splitlines()[1:] == made.splitlines()[1:]
 
 
 def test_the_quickstart_shows_the_known_truth():
-    committed = rows.read(ROOT / "experiments" / "results" / "quickstart" / "rows.jsonl")
+    committed = rows.read_rows(ROOT / "experiments" / "results" / "quickstart" / "rows.jsonl")
 
     def accuracy(arch, task):
         mine = [r for r in committed if r["labels"]["arch"] == arch and r["labels"]["task"] == task]

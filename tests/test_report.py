@@ -57,7 +57,7 @@ def test_rows_are_written_the_same_way_in_any_order(tmp_path):
     text = (tmp_path / "rows.jsonl").read_text()
     assert text == (tmp_path / "x" / "rows.jsonl").read_text()
     assert [line["seed"] for line in map(json.loads, text.splitlines())] == [0, 1]
-    assert rows.read(tmp_path / "rows.jsonl") == [made[1], made[0]]
+    assert rows.read_rows(tmp_path / "rows.jsonl") == [made[1], made[0]]
 
 
 def test_collect_misses_no_run(tmp_path):

@@ -12,7 +12,7 @@ from model.mixers import MIXERS
 from model.mixers.lru import ring
 from model.mixers.s4 import dplr_kernel, dplr_recurrence
 from model.mixers.s4d import INITS, s4d_kernel, s4d_system
-from model.mixers.s5 import mimo_system, write
+from model.mixers.s5 import into_state, mimo_system
 from model.mixers.state_space import bilinear, powers, zoh
 from model.ops.hippo import legs, legs_modes
 from tests import zoo
@@ -329,7 +329,7 @@ def test_lru_starts_on_its_ring_with_a_state_of_the_size_of_its_input():
     # Under white noise the state has the variance of B u, in each mode: gamma undoes what the ring piles up.
     B = jnp.exp(p["gamma_log"])[:, None] * jax.lax.complex(*p["B"])
     noise = np.random.default_rng(0).normal(size=(4, 1000, 64))
-    drive = np.asarray(write(jnp.asarray(noise, jnp.float32), B))
+    drive = np.asarray(into_state(jnp.asarray(noise, jnp.float32), B))
     powers = np.exp(np.outer(np.arange(1000), -np.exp(p["nu_log"]) + 1j * np.exp(p["theta_log"])))
     last = np.einsum("kn,bkn->bn", powers[::-1], drive)
     np.testing.assert_allclose(np.mean(np.abs(last) ** 2), 1, atol=0.2)

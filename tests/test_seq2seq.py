@@ -21,7 +21,7 @@ from model.mixers.recurrent import GRU
 from model.seq2seq import Decoder, Seq2Seq, Source, attending
 from model.source_target import boundary, divide
 from train import config as configs
-from train.log import read
+from train.log import read_metrics
 from train.loop import train, validate
 from train.objective import cross_entropy
 from train.run import at_length, prepare
@@ -345,7 +345,7 @@ def trained(tmp_path_factory):
 
 def test_a_run_from_a_config_learns(trained):
     folder, row = trained
-    losses = [line["loss"] for line in read(f"{folder}/metrics.jsonl") if "loss" in line]
+    losses = [line["loss"] for line in read_metrics(f"{folder}/metrics.jsonl") if "loss" in line]
     assert len(losses) == 60 and losses[0] > 1.2 and np.mean(losses[-5:]) < 0.5 * losses[0]
     assert row["metrics"]["test/accuracy"] > 2 * row["baselines"]["chance"]
     restored = restore(folder, "latest")

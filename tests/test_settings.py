@@ -8,7 +8,20 @@ import pytest
 from configs.archs import ARCHS
 from model.errors import UserError
 from model.positions import POSITIONS
-from model.settings import Count, Dim, Fraction, Length, Name, NotNegative, Positive, admits, check, even, read, within
+from model.settings import (
+    Count,
+    Dim,
+    Fraction,
+    Length,
+    Name,
+    NotNegative,
+    Positive,
+    admits,
+    check,
+    even,
+    parsed,
+    within,
+)
 from tests.test_fuzz import FILES, every_setting
 from train import config as configs
 
@@ -101,7 +114,7 @@ def test_what_is_told(kind, value, told):
     ],
 )
 def test_how_a_command_line_is_read(text, kind, value):
-    read_as = read(text, kind)
+    read_as = parsed(text, kind)
     assert read_as == value and type(read_as) is type(value)
 
 

@@ -21,7 +21,7 @@ from model.mixers import MIXERS
 from tests import zoo
 from train import config as configs
 from train import optim, sharding
-from train.log import read
+from train.log import read_metrics
 from train.loop import train
 from train.objectives import TaskTargets
 from train.run import prepare
@@ -241,7 +241,7 @@ def test_an_update_that_leaves_no_finite_state_is_not_applied(tx):
 def test_a_loss_that_is_not_finite(policy, tmp_path, monkeypatch):
     break_at(monkeypatch, {6})
     result = train(load(*SHORT, ("nonfinite", policy)), str(tmp_path))
-    lines = [line for line in read(tmp_path / "metrics.jsonl") if "loss" in line]
+    lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "loss" in line]
     steps = [line["step"] for line in lines]
     assert result["nonfinite"] == 1
     if policy == "stop":

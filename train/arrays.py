@@ -83,7 +83,7 @@ def merge(folder: Path) -> None:
             _handler().finalize(epath.Path(folder / part))
 
 
-def read(folder: Path, like: State, prefix: str = "", whole: bool = True) -> State:
+def read_arrays(folder: Path, like: State, prefix: str = "", whole: bool = True) -> State:
     """The state on the shardings of `like`; its leaves are found under the paths that `flatten` gives with `prefix`.
 
     If not `whole`, the files may have more.

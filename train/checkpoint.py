@@ -121,7 +121,7 @@ def _load(directory: str | Path, like: State, step: int, prefix: str = "", whole
         raise UserError(f"checkpoint {folder} is damaged: {found}")
     if whole:
         hosts.agree(lambda: _check_fit(folder, like, prefix))
-    return arrays.read(folder, like, prefix, whole)
+    return arrays.read_arrays(folder, like, prefix, whole)
 
 
 def _damage(folder: Path, below: str = "") -> str | None:
@@ -264,7 +264,7 @@ class Checkpoints:
                 damaged[folder] = found
                 continue
             hosts.agree(functools.partial(self._settle_on, folder, like, damaged))
-            return step, arrays.read(folder, like)
+            return step, arrays.read_arrays(folder, like)
         if damaged:  # left in place, so that the next start says so too instead of beginning anew
             found = "; ".join(f"{folder.name}: {what}" for folder, what in damaged.items())
             raise UserError(f"every checkpoint in {self.directory} is damaged ({found}); remove them to start anew")

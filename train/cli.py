@@ -55,7 +55,7 @@ class Parser(flags.ArgumentParser):
         self.name, self.kind, self.syntactic_help = name, kind, settings.says(kind)
 
     def parse(self, argument: Any) -> Any:
-        value = settings.read(argument, self.kind) if isinstance(argument, str) else argument
+        value = settings.parsed(argument, self.kind) if isinstance(argument, str) else argument
         settings.check(f"--{self.name}", value, self.kind)
         return settings.fit(self.kind, value)
 

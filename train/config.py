@@ -18,7 +18,7 @@ from model import entries, settings
 from model.errors import UserError, choose
 from model.mixers import MIXERS
 from model.positions import POSITIONS
-from train.config_file import place, read
+from train.config_file import place, read_config
 from train.objective import Objective
 from train.objectives import OBJECTIVES
 
@@ -37,7 +37,7 @@ Declared = dict[str, dataclasses.Field]  # by dotted key
 
 def load(spec: str, overrides: Iterable[tuple[str, str]] = ()) -> ConfigDict:
     """The resolved, locked config of `FILE.py[:argument]` or `config.json`, with `(key, text)` overrides."""
-    return resolve(read(spec), overrides, spec.partition(":")[0])
+    return resolve(read_config(spec), overrides, spec.partition(":")[0])
 
 
 def resolve(values: Mapping[str, Any], overrides: Iterable[tuple[str, str]] = (), file: str = "") -> ConfigDict:
@@ -50,7 +50,7 @@ def resolve(values: Mapping[str, Any], overrides: Iterable[tuple[str, str]] = ()
     # The choices first: they decide which other keys exist.
     for key in CHOICES:
         if key in asked:
-            put(config, known, key, settings.read(asked[key], known[key].type))
+            put(config, known, key, settings.parsed(asked[key], known[key].type))
         elif key in given:
             put(config, known, key, given[key], file)
     complete(config)
@@ -60,7 +60,7 @@ def resolve(values: Mapping[str, Any], overrides: Iterable[tuple[str, str]] = ()
             put(config, known, key, value, file)
     for key, text in asked.items():
         if key not in CHOICES:
-            put(config, known, key, settings.read(text, known[key].type) if key in known else text)
+            put(config, known, key, settings.parsed(text, known[key].type) if key in known else text)
     return config.lock()
 
 
@@ -76,7 +76,7 @@ def own_entries(given: Mapping[str, Any], asked: Mapping[str, str], file: str) -
         found[name] = {}
         for field in dataclasses.fields(entries.Entry):
             key = f"model.{name}.{field.name}"
-            value = settings.read(asked[key], field.type) if key in asked else given.get(key)
+            value = settings.parsed(asked[key], field.type) if key in asked else given.get(key)
             settings.check(key, value, field.type, where=partial(place, "" if key in asked else file, key))
             found[name][field.name] = value
     return found

@@ -17,7 +17,7 @@ from model.errors import UserError
 from model.settings import shown
 
 
-def read(spec: str) -> Mapping[str, Any]:
+def read_config(spec: str) -> Mapping[str, Any]:
     """What a config file holds."""
     path, _, argument = spec.partition(":")
     file = Path(path)

@@ -20,7 +20,7 @@ from model.errors import UserError
 from train.workdir import write_text
 
 
-def read(path: str | Path) -> list[dict[str, Any]]:
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The events of a log, which may belong to a run that is still going or was killed while it wrote."""
     return [event for _, event in _lines(Path(path))]
 

@@ -149,7 +149,7 @@ def loop(
             # except where this step's are needed at once.
             due = [pending, (step, sums)] if at_eval or at_save or stop else [pending]
             pending = None if len(due) == 2 else (step, sums)
-            broken = [n for n, sums in filter(None, due) if not report(log, progress, clock, c, n, sums)]
+            broken = [n for n, sums in filter(None, due) if not log_step(log, progress, clock, c, n, sums)]
             if broken and c.nonfinite != "skip":
                 if c.nonfinite == "stop" or int(state.rollbacks) >= c.max_rollbacks:
                     status = "nonfinite"
@@ -226,7 +226,7 @@ def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[dict[str, f
     return scores, untested
 
 
-def report(log: MetricsLog, progress: Progress, clock: "Clock", c: ConfigDict, step: int, sums: dict) -> bool:
+def log_step(log: MetricsLog, progress: Progress, clock: "Clock", c: ConfigDict, step: int, sums: dict) -> bool:
     """Logs a step's metrics where due; whether the step was finite."""
     values = {name: np.float32(mean(*pair)) for name, pair in jax.device_get(sums).items()}
     clock.tick()

@@ -135,7 +135,11 @@ def compare(one: Path, other: Path) -> str:
 
 def losses(folder: Path) -> list[tuple[int, str]]:
     """Every step's loss, to the bit, in the order of the log."""
-    return [(line["step"], float(line["loss"]).hex()) for line in log.read(folder / "metrics.jsonl") if "loss" in line]
+    return [
+        (line["step"], float(line["loss"]).hex())
+        for line in log.read_metrics(folder / "metrics.jsonl")
+        if "loss" in line
+    ]
 
 
 def arrays(folder: Path) -> dict[str, str]:

@@ -59,7 +59,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
     write_text(path, "".join(json.dumps(row, sort_keys=True) + "\n" for row in ordered))
 
 
-def read(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[Row]:
     if not path.is_file():
         raise UserError(f"no rows at {path}; a sweep writes them to OUT/rows.jsonl")
     try:

@@ -42,7 +42,7 @@ def wkv(
     return wkv_parallel(k, v, w, u, state, first, real, implementation)
 
 
-def read(aa: Array, bb: Array, pp: Array, k: Array, v: Array, u: Array) -> Array:
+def weighted_average(aa: Array, bb: Array, pp: Array, k: Array, v: Array, u: Array) -> Array:
     """The average of what is held and the token at hand."""
     top = lax.stop_gradient(jnp.maximum(pp, u + k))
     past, now = jnp.exp(pp - top), jnp.exp(u + k - top)
@@ -56,7 +56,7 @@ def wkv_sequential(k, v, w, u, state, first, real):
         k, v, first, real = token
         aa, bb, pp = state
         pp = jnp.where(first[:, None], EMPTY, pp)
-        y = read(aa, bb, pp, k, v, u)
+        y = weighted_average(aa, bb, pp, k, v, u)
         top = lax.stop_gradient(jnp.maximum(pp + w, k))
         past, now = jnp.exp(pp + w - top), jnp.exp(k - top)
         new = (past * aa + now * v, past * bb + now, top)
@@ -80,7 +80,7 @@ def wkv_parallel(k, v, w, u, state, first, real, implementation):
     h0 = jnp.stack([aa, bb], axis=-1)
     h, last = linear_scan(jnp.broadcast_to(a, b.shape), b, h0, implementation=implementation)
     held_aa, held_bb = shift(h[..., 0], aa[:, None]), shift(h[..., 1], bb[:, None])
-    y = read(held_aa, held_bb, jnp.where(first, EMPTY, before), k, v, u)
+    y = weighted_average(held_aa, held_bb, jnp.where(first, EMPTY, before), k, v, u)
     return y, (last[..., 0], last[..., 1], end)
 
 

@@ -34,11 +34,11 @@ def s4d_kernel(A: jax.Array, C: jax.Array, dt: jax.Array, L: int, discretisation
     return 2 * impulse(C * B, log_A, L)
 
 
-def write(u: jax.Array, B: jax.Array) -> jax.Array:
+def into_state(u: jax.Array, B: jax.Array) -> jax.Array:
     return B * u[..., None]
 
 
-def read(h: jax.Array, C: jax.Array) -> jax.Array:
+def out_of_state(h: jax.Array, C: jax.Array) -> jax.Array:
     return 2 * jnp.sum(C.real * h.real - C.imag * h.imag, axis=-1)  # the real part alone
 
 
@@ -54,7 +54,7 @@ def s4d_recurrence(
 ) -> tuple[jax.Array, jax.Array]:
     """The same map token by token, `[B, L, D]`, and the last state: with a past, and across document boundaries."""
     log_A, B = DISCRETISATIONS[discretisation](A, dt[:, None])
-    return diagonal_recurrence(jnp.exp(log_A), B, C, write, read, u, h0, ctx, implementation)
+    return diagonal_recurrence(jnp.exp(log_A), B, C, into_state, out_of_state, u, h0, ctx, implementation)
 
 
 def s4d_system(A: jax.Array, C: jax.Array, dt: jax.Array, discretisation: str) -> System:

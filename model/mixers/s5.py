@@ -14,12 +14,12 @@ from model.ops.hippo import legs_modes
 from model.settings import Dim
 
 
-def write(u: jax.Array, B: jax.Array) -> jax.Array:
+def into_state(u: jax.Array, B: jax.Array) -> jax.Array:
     """`B u`, `[..., N]`; B: [N, D]."""
     return jax.lax.complex(u @ B.real.T, u @ B.imag.T)
 
 
-def read(h: jax.Array, C: jax.Array) -> jax.Array:
+def out_of_state(h: jax.Array, C: jax.Array) -> jax.Array:
     """`Re C h`, `[..., D]`; C: [D, N]."""
     return h.real @ C.real.T - h.imag @ C.imag.T
 
@@ -30,8 +30,8 @@ def mimo_system(log_A: jax.Array, B: jax.Array, C: jax.Array) -> System:
     The convolution is of the modes: all their states exist at once, where a scan holds those of a chunk.
     """
     return System(
-        lambda u: read(long_conv(write(u, B), powers, (log_A,)), C),
-        lambda u, h0, ctx, form: diagonal_recurrence(jnp.exp(log_A), B, C, write, read, u, h0, ctx, form),
+        lambda u: out_of_state(long_conv(into_state(u, B), powers, (log_A,)), C),
+        lambda u, h0, ctx, form: diagonal_recurrence(jnp.exp(log_A), B, C, into_state, out_of_state, u, h0, ctx, form),
     )
 
 

@@ -58,7 +58,7 @@ class Experts(Mixer):
             room = min(math.ceil(self.capacity * even), x.shape[1])
             kept &= arrival(chosen, kept, self.n_experts) < room
         if ctx.train:
-            self.report(logits, chosen, kept, real)
+            self.sow_reports(logits, chosen, kept, real)
         form: MLP = FORMS[self.kind](parent=None, width=self.width)
         kernels = self.kernels(form.gated)
         sent = jnp.where(kept, chosen, self.n_experts)
@@ -86,7 +86,7 @@ class Experts(Mixer):
         into = {name: kernel(name, (D, F), "embed", "mlp") for name in ("up", "gate")[: 1 + gated]}
         return into | {"down": kernel("down", (F, D), "mlp", "embed")}
 
-    def report(self, logits: jax.Array, chosen: jax.Array, kept: jax.Array, real: jax.Array) -> None:
+    def sow_reports(self, logits: jax.Array, chosen: jax.Array, kept: jax.Array, real: jax.Array) -> None:
         """Losses for the step to add, and how the router fares."""
         X, k, f = self.n_experts, self.top_k, logits.dtype
         tokens = jnp.maximum(real.sum(), 1).astype(f)

@@ -12,7 +12,7 @@ STEP = 2.0**-10  # float32 adds up multiples of it exactly, over 256 tokens of t
 GROUP = 32  # chunks whose states are carried on by one product
 
 
-def cut(x: Array, size: int, axis: int = 1) -> Array:
+def in_chunks(x: Array, size: int, axis: int = 1) -> Array:
     """Splits an axis into pieces, `[..., n, size, ...]`, the last one filled up with zeros."""
     n = -(-x.shape[axis] // size)
     fill = [(0, 0)] * x.ndim
@@ -49,7 +49,7 @@ def carry(t: Array, v: Array, h0: Array) -> tuple[Array, Array]:
     """
     B, M, X, Y = v.shape
     size = min(M, GROUP)
-    t, v = cut(t, size), cut(v, size)  # filled with t = 0, v = 0, which leaves a state as it was
+    t, v = in_chunks(t, size), in_chunks(v, size)  # filled with t = 0, v = 0, which leaves a state as it was
     log_decay = spans(jnp.moveaxis(t, 2, -1))
     decay = jnp.exp(log_decay)
     own = jnp.einsum("bnxij,bnjxy->bnixy", decay[..., 1:], v, precision=lax.Precision.HIGHEST)

@@ -18,7 +18,7 @@ from jax.experimental.pallas.triton import dot
 from jax.sharding import PartitionSpec
 
 from model import placement
-from model.ops.decays import FORGET, carry, cut, parts, sums
+from model.ops.decays import FORGET, carry, in_chunks, parts, sums
 
 Array = jax.Array
 
@@ -62,7 +62,7 @@ class Blocks(NamedTuple):
     documents: pl.BlockSpec  # [B, M, Q]
 
 
-def blocks(x: Array, k: Array, chunk: int, heads: int | None = None) -> Blocks:
+def block_specs(x: Array, k: Array, chunk: int, heads: int | None = None) -> Blocks:
     """One chunk and one head, whose axis is left out, or several heads of a group."""
     (H, P), (G, N), Q, n = x.shape[2:], k.shape[2:], chunk, heads
     return Blocks(
@@ -180,7 +180,7 @@ def sides(n: int) -> tuple[Array, Array]:
 
 def outputs(x: Array, dt: Array, B: Array, C: Array, before: Array, d: Decays, interpret: bool) -> Array:
     M, Q = dt.shape[2:]
-    see = blocks(x, B, Q)
+    see = block_specs(x, B, Q)
     return pl.pallas_call(
         outputs_kernel,
         grid=(x.shape[2], M, x.shape[0]),
@@ -243,7 +243,7 @@ def maps_kernel(left, right, weight, state, other, dt, whole, rest, documents, o
 def tokens(x, dt, B, C, before, d: Decays, dy, dh, interpret: bool) -> tuple[Array, Array, Array]:
     """dx, and the gradients of dt and of the log decays, `[B, H, M, Q]`."""
     M, Q = dt.shape[2:]
-    see = blocks(x, B, Q)
+    see = block_specs(x, B, Q)
     made = [(see.head, x), *[(see.token, dt)] * 4, (see.chunk, d.total)]
     dx, d_dt, d_inner, d_to_token, d_to_end, d_total = pl.pallas_call(
         tokens_kernel,
@@ -269,7 +269,7 @@ def maps(left, right, weight, state, other, dt, d: Decays, reverse: bool, interp
     heads = H // G
     while heads % 2 == 0 and rows * M * (H // heads) < PROGRAMS:
         heads //= 2
-    see = blocks(left, other, Q, heads)
+    see = block_specs(left, other, Q, heads)
     out = pl.pallas_call(
         partial(maps_kernel, reverse=reverse),
         grid=(H // heads, M, rows),
@@ -344,12 +344,12 @@ def fused_ssd(
     """Outputs and last state, as `ssd` has them."""
     rows, L, heads = x.shape[:3]
     # Filled up with steps of size 0, which leave a state as it was.
-    dt, a = (cut(jnp.moveaxis(leaf, 2, 1), chunk, axis=2) for leaf in (dt, a))
-    x, B, C = (cut(leaf, chunk).reshape(rows, -1, *leaf.shape[2:]) for leaf in (x, B, C))
+    dt, a = (in_chunks(jnp.moveaxis(leaf, 2, 1), chunk, axis=2) for leaf in (dt, a))
+    x, B, C = (in_chunks(leaf, chunk).reshape(rows, -1, *leaf.shape[2:]) for leaf in (x, B, C))
     if opens is None:
         documents = jnp.zeros((rows, *dt.shape[2:]), jnp.int32)
     else:
-        documents = jnp.cumsum(cut(opens, chunk), axis=-1, dtype=jnp.int32)
+        documents = jnp.cumsum(in_chunks(opens, chunk), axis=-1, dtype=jnp.int32)
     run = on_each_device(partial(fused, chunk=chunk, interpret=interpret), rows, heads, B.shape[2])
     y, h = run(x, dt, a, B, C, h0, documents)
     return y[:, :L], h

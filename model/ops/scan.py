@@ -103,7 +103,7 @@ def over_chunks(step: Callable, expand: Expand, carry: Any, inputs: Inputs, chun
     n = -(-L // chunk)
     fill = n * chunk - L
 
-    def cut(leaf):  # [L, ...] -> [n, chunk, ...]
+    def in_chunks(leaf):  # [L, ...] -> [n, chunk, ...]
         leaf = jnp.pad(leaf, [(0, fill)] + [(0, 0)] * (leaf.ndim - 1))
         return leaf.reshape(n, chunk, *leaf.shape[1:])
 
@@ -116,7 +116,7 @@ def over_chunks(step: Callable, expand: Expand, carry: Any, inputs: Inputs, chun
         return step(carry, x, a, b)
 
     real = (jnp.arange(n * chunk) < L).reshape(n, chunk)
-    carry, y = lax.scan(jax.checkpoint(body, prevent_cse=False), carry, (jax.tree.map(cut, inputs), real))
+    carry, y = lax.scan(jax.checkpoint(body, prevent_cse=False), carry, (jax.tree.map(in_chunks, inputs), real))
     return carry, jax.tree.map(lambda leaf: leaf.reshape(n * chunk, *leaf.shape[2:])[:L], y)
 
 

@@ -90,7 +90,7 @@ def of_stretch(run, index: jax.Array, stretches: int):
         size = x.shape[axis] // stretches
         return lax.dynamic_slice_in_dim(x, index * size, size, axis)
 
-    def cut(info):
+    def of_stretch(info):
         return info._replace(
             data_next=part(info.data_next, 1),
             mask_next=part(info.mask_next, 1),
@@ -98,4 +98,6 @@ def of_stretch(run, index: jax.Array, stretches: int):
             q_sequence=part(info.q_sequence, 0),
         )
 
-    return type(run)(cut(run.fwd_mask_info), cut(run.dq_mask_info), cut(run.dkv_mask_info), **run.kwargs)
+    return type(run)(
+        of_stretch(run.fwd_mask_info), of_stretch(run.dq_mask_info), of_stretch(run.dkv_mask_info), **run.kwargs
+    )

@@ -15,7 +15,7 @@ from jax import lax
 
 from model import placement
 from model.errors import UserError, choose
-from model.ops.decays import FORGET, STRONGEST, carry, cut, parts, sums
+from model.ops.decays import FORGET, STRONGEST, carry, in_chunks, parts, sums
 from model.ops.stretches import handed_on, on_stretches, stretches
 
 Array = jax.Array
@@ -125,13 +125,14 @@ def products(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, opens
     Q = min(chunk or 128, L)
     u = (dt[..., None] * x).astype(x.dtype)
     # Filled up with a = 0, u = 0, which leaves a state as it was. Heads before tokens, as products want them.
-    x, a, B, C = (cut(leaf, Q) for leaf in (grouped(u, G), grouped(a, G), B, C))
+    x, a, B, C = (in_chunks(leaf, Q) for leaf in (grouped(u, G), grouped(a, G), B, C))
     x, a = jnp.moveaxis(x, 2, 4), jnp.moveaxis(a, 2, 4)  # [B, M, G, R, Q, P] and [B, M, G, R, Q]
     B, C = jnp.moveaxis(B, 2, 3), jnp.moveaxis(C, 2, 3)  # [B, M, G, Q, N]
     order = jnp.tri(Q, dtype=bool)  # [i, j]: token j is not after token i
     to_token, to_end = sums(a, order), sums(a, ~order)
     if opens is not None:
-        documents = jnp.cumsum(cut(opens, Q), axis=-1)[:, :, None, None]  # begun in the chunk so far, [B, M, 1, 1, Q]
+        begun = jnp.cumsum(in_chunks(opens, Q), axis=-1)  # documents of the chunk so far
+        documents = begun[:, :, None, None]  # [B, M, 1, 1, Q]
         order = order & (documents[..., None] == documents[..., None, :])
         to_token = jnp.where(documents == 0, to_token, FORGET)
         to_end = jnp.where(documents == documents[..., -1:], to_end, FORGET)

@@ -99,7 +99,7 @@ def pad(o: Operands, queries: int, keys: int) -> Operands:
     )
 
 
-def blocks(x: jax.Array | None, size: int) -> jax.Array | None:
+def split_length(x: jax.Array | None, size: int) -> jax.Array | None:
     """`[B, n * size, ...]` to `[n, B, size, ...]`."""
     return None if x is None else jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
@@ -109,17 +109,17 @@ def unblocks(x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])
 
 
-def cut(o: Operands, tile: tuple[int, int]) -> Operands:
+def in_tiles(o: Operands, tile: tuple[int, int]) -> Operands:
     """Every array with its blocks in front."""
     l, m = tile
     return o.replace(
-        q=blocks(o.q, l),
-        k=blocks(o.k, m),
-        v=blocks(o.v, m),
-        q_positions=blocks(o.q_positions, l),
-        k_positions=blocks(o.k_positions, m),
-        q_segments=blocks(o.q_segments, l),
-        k_segments=blocks(o.k_segments, m),
+        q=split_length(o.q, l),
+        k=split_length(o.k, m),
+        v=split_length(o.v, m),
+        q_positions=split_length(o.q_positions, l),
+        k_positions=split_length(o.k_positions, m),
+        q_segments=split_length(o.q_segments, l),
+        k_segments=split_length(o.k_segments, m),
     )
 
 
@@ -173,7 +173,7 @@ def _tiled(form: Form, tile: tuple[int, int], pairs: Pairs, o: Operands) -> tupl
 def forward(form: Form, tile: tuple[int, int], pairs: Pairs, o: Operands):
     B, L, G, R, _ = o.q.shape
     dtype, n, l = wide(o.q.dtype), L // tile[0], tile[0]
-    c = cut(o, tile)
+    c = in_tiles(o, tile)
     wanted = needed(form, c, pairs) if pairs.sparse else jnp.ones(len(pairs.i), bool)
 
     def step(carry, pair):
@@ -211,12 +211,12 @@ def backward(form: Form, tile: tuple[int, int], pairs: Pairs, kept, grads):
     o, out, lse = kept
     d_out, d_lse = grads
     dtype = wide(o.q.dtype)
-    c = cut(o, tile)
+    c = in_tiles(o, tile)
     wanted = needed(form, c, pairs) if pairs.sparse else jnp.ones(len(pairs.i), bool)
     delta = jnp.sum(d_out * out, axis=-1) - d_lse  # [B, L, G, R]
 
     def by_head(x):  # [n, B, l, G, R, ...] -> [n, B, G, R, l, ...]
-        return jnp.moveaxis(blocks(x, tile[0]), 2, 4)
+        return jnp.moveaxis(split_length(x, tile[0]), 2, 4)
 
     d_outs, lses, deltas = by_head(d_out.astype(o.v.dtype)), by_head(lse), by_head(delta)
 

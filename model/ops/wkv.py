@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from model.errors import choose
-from model.ops.decays import FORGET, cut
+from model.ops.decays import FORGET, in_chunks
 from model.ops.stretches import handed_on, on_stretches, stretches
 
 Array = jax.Array
@@ -102,7 +102,8 @@ def chunks_in_turn(run: Callable, h0: Array, *tokens: Array) -> tuple[Array | No
     M = -(-min(L, CHUNK) // BLOCK)
 
     def chunks(x):  # a filled step has k = 0 and w = 0, which leaves the state as it was
-        return jnp.transpose(cut(cut(x, M * BLOCK), BLOCK, axis=2), (1, 0, 4, 2, 3, 5))  # [n, B, H, M, Q, K]
+        tiles = in_chunks(in_chunks(x, M * BLOCK), BLOCK, axis=2)
+        return jnp.transpose(tiles, (1, 0, 4, 2, 3, 5))  # [n, B, H, M, Q, K]
 
     h, y = lax.scan(jax.checkpoint(run, prevent_cse=False), h0, tuple(map(chunks, tokens)))
     return None if y is None else jnp.transpose(y, (1, 0, 3, 4, 2, 5)).reshape(B, -1, H, K)[:, :L], h

@@ -41,7 +41,7 @@ def expressed(family: Family, c: dict[str, Any], asked: Asked) -> dict[str, Any]
         "pad_token_id": None,
     } | family.config(ours)
     answered = family.asked(config)
-    for field in ("n_classes", "labels", "inputs", "image", "pair"):
+    for field in ("n_classes", "labels", "inputs", "image", "values", "pair"):
         if getattr(asked, field) != getattr(answered, field):
             raise UserError(
                 f"a {family.model_type} has {field} {getattr(answered, field)!r}, and this model was trained for "

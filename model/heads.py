@@ -11,38 +11,49 @@ from model.layers import Embed, dense, norm
 from model.mlps.mlp import FORMS
 
 
-class TokenHead(nn.Module):
-    """Logits over the vocabulary at every position, or at those asked for."""
+class Head(nn.Module):
+    """What all heads have in common: a norm before them, and how they are called."""
 
-    vocab_size: int
-    norm: str = "rmsnorm"
+    norm: str = "rmsnorm"  # or none
     norm_eps: float = 1e-5
-    tied: bool = True  # to the embedding
-    bias: bool = False  # of the logits
-    map_to: str = "none"  # before the norm, a linear map and the activation of this MLP
-    scale: float = 1.0  # of the logits
-    soft_cap: float = 0.0  # keeps logits within this by a tanh; 0: off
     dtype: Any = jnp.float32
 
     n_classes: ClassVar[int] = 0  # it is no classifier
     of_row: ClassVar[bool] = False  # whether its answer is of a whole row
 
+    def __call__(
+        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
+    ) -> jax.Array:
+        """An answer to every vector of x `[B, L, D]`, to those at the positions `at` `[B, Q]`, or to each row."""
+        raise NotImplementedError
+
+    def normed(self, x: jax.Array) -> jax.Array:
+        return x if self.norm == "none" else norm(self.norm, self.dtype, "norm", self.norm_eps)(x)
+
+    def linear(self, x: jax.Array, features: int, axis: str | None, name: str, bias: bool = True) -> jax.Array:
+        return dense(features, ("embed", axis), self.dtype, name, bias=bias, out=wide(self.dtype))(x)
+
+
+class TokenHead(Head):
+    """Logits over the vocabulary at every position, or at those asked for: `[B, L, V]` or `[B, Q, V]`."""
+
+    vocab_size: int = 0
+    tied: bool = True  # to the embedding
+    bias: bool = False  # of the logits
+    map_to: str = "none"  # before the norm, a linear map and the activation of this MLP
+    scale: float = 1.0  # of the logits
+    soft_cap: float = 0.0  # keeps logits within this by a tanh; 0: off
+
     @nn.compact
     def __call__(
         self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
     ) -> jax.Array:
-        """`[B, L, V]`, or `[B, Q, V]` at the positions `at`; x: [B, L, D]."""
-        if at is not None:  # before the unembedding, which costs V per position
-            x = jnp.take_along_axis(x, at[..., None], axis=1)
+        x = at_positions(x, at)  # before the unembedding, which costs V per position
         if self.map_to != "none":
             x = dense(x.shape[-1], ("embed", None), self.dtype, "map", bias=True)(x)
             x = FORMS[self.map_to].keywords["activation"](x)
-        if self.norm != "none":
-            x = norm(self.norm, self.dtype, "norm", self.norm_eps)(x)
-        if self.tied:
-            logits = embed.attend(x)
-        else:
-            logits = dense(self.vocab_size, ("embed", "vocab"), self.dtype, "unembed", out=wide(self.dtype))(x)
+        x = self.normed(x)
+        logits = embed.attend(x) if self.tied else self.linear(x, self.vocab_size, "vocab", "unembed", bias=False)
         if self.bias:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("vocab",))
             logits = logits + self.param("unembed_bias", zeros, (self.vocab_size,), wide(self.dtype))
@@ -50,14 +61,11 @@ class TokenHead(nn.Module):
         return self.soft_cap * jnp.tanh(logits / self.soft_cap) if self.soft_cap else logits
 
 
-class ClassHead(nn.Module):
-    """Logits over classes, of each row."""
+class ClassHead(Head):
+    """Logits over classes, of each row: `[B, C]`."""
 
-    n_classes: int
-    norm: str = "rmsnorm"
-    norm_eps: float = 1e-5
+    n_classes: int = 1
     pool: str = "mean"
-    dtype: Any = jnp.float32
 
     of_row: ClassVar[bool] = True
 
@@ -65,55 +73,36 @@ class ClassHead(nn.Module):
     def __call__(
         self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
     ) -> jax.Array:
-        """`[B, C]`; x: [B, L, D]."""
-        x = pooled(x, segments, self.pool)
-        if self.norm != "none":
-            x = norm(self.norm, self.dtype, "norm", self.norm_eps)(x)
-        return dense(self.n_classes, ("embed", None), self.dtype, "classes", bias=True, out=wide(self.dtype))(x)
+        return self.linear(self.normed(pooled(x, segments, self.pool)), self.n_classes, None, "classes")
 
 
-class LabelHead(nn.Module):
-    """Logits over classes, of each token."""
+class LabelHead(Head):
+    """Logits over classes, of each token: `[B, L, C]` or `[B, Q, C]`."""
 
-    n_classes: int
-    norm: str = "rmsnorm"
-    norm_eps: float = 1e-5
-    dtype: Any = jnp.float32
-
-    of_row: ClassVar[bool] = False
-
-    @nn.compact
-    def __call__(self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed) -> jax.Array:
-        """`[B, L, C]`, or `[B, Q, C]` at the positions `at`; x: [B, L, D]."""
-        if at is not None:
-            x = jnp.take_along_axis(x, at[..., None], axis=1)
-        if self.norm != "none":
-            x = norm(self.norm, self.dtype, "norm", self.norm_eps)(x)
-        return dense(self.n_classes, ("embed", None), self.dtype, "classes", bias=True, out=wide(self.dtype))(x)
-
-
-class ValueHead(nn.Module):
-    """Real numbers, of each vector or patch."""
-
-    n_values: int
-    norm: str = "rmsnorm"
-    norm_eps: float = 1e-5
-    dtype: Any = jnp.float32
-
-    n_classes: ClassVar[int] = 0  # it is no classifier
-    of_row: ClassVar[bool] = False
+    n_classes: int = 1
 
     @nn.compact
     def __call__(
         self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
     ) -> jax.Array:
-        """`[B, L, C]`; x: [B, L, D]."""
-        if self.norm != "none":
-            x = norm(self.norm, self.dtype, "norm", self.norm_eps)(x)
-        return dense(self.n_values, ("embed", None), self.dtype, "values", bias=True, out=wide(self.dtype))(x)
+        return self.linear(self.normed(at_positions(x, at)), self.n_classes, None, "classes")
 
 
-Head = TokenHead | ClassHead | LabelHead | ValueHead
+class ValueHead(Head):
+    """Real numbers, of each vector or patch: `[B, L, C]`."""
+
+    n_values: int = 1
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
+    ) -> jax.Array:
+        return self.linear(self.normed(x), self.n_values, None, "values")
+
+
+def at_positions(x: jax.Array, at: jax.Array | None) -> jax.Array:
+    """The vectors at these positions, `[B, Q, D]`; None: all of them."""
+    return x if at is None else jnp.take_along_axis(x, at[..., None], axis=1)
 
 
 def pooled(x: jax.Array, segments: jax.Array | None, pool: str) -> jax.Array:

@@ -3,16 +3,16 @@
 Shape letters besides those of the contract: P = 2B, the rows of a batch of pairs, each beside its partner.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from model.contract import wide
-from model.heads import pooled
+from model.heads import Head, pooled
 from model.inputs import Row, Segments, TokenInput
-from model.layers import Embed, dense, norm
+from model.layers import Embed, dense
 
 
 def beside(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -43,17 +43,14 @@ class TowerInput(TokenInput):
         return super().__call__(beside(tokens, other), segments)
 
 
-class PairHead(nn.Module):
-    """Logits over classes of each pair, off the features `[a, b, a * b, a - b]` and a hidden layer.
+class PairHead(Head):
+    """Logits over classes of each pair, `[B, C]`, off the features `[a, b, a * b, a - b]` and a hidden layer.
 
     As in Long Range Arena (https://arxiv.org/abs/2011.04006); the hidden layer is S4's, as wide as the model, gelu.
     """
 
-    n_classes: int
-    norm: str = "rmsnorm"
-    norm_eps: float = 1e-5
+    n_classes: int = 1
     pool: str = "mean"
-    dtype: Any = jnp.float32
 
     of_row: ClassVar[bool] = True
 
@@ -61,36 +58,24 @@ class PairHead(nn.Module):
     def __call__(
         self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
     ) -> jax.Array:
-        """`[B, C]`; x: [P, L, D]."""
-        x = vectors(self, x, segments)
-        a, b = apart(x)
+        a, b = apart(self.normed(pooled(x, segments, self.pool)))
         features = jnp.concatenate([a, b, a * b, a - b], axis=-1)
         hidden = nn.gelu(dense(x.shape[-1], ("embed", "mlp"), self.dtype, "compare", bias=True)(features))
         return dense(self.n_classes, ("mlp", None), self.dtype, "classes", bias=True, out=wide(self.dtype))(hidden)
 
 
-class CosineHead(nn.Module):
-    """The cosine between the first of every pair and the second of every pair: who is whose partner."""
+class CosineHead(Head):
+    """The cosine between the first of every pair and the second of every pair, `[B, B]`: who is whose partner."""
 
-    norm: str = "rmsnorm"
-    norm_eps: float = 1e-5
     pool: str = "mean"
-    dtype: Any = jnp.float32
 
-    n_classes: ClassVar[int] = 0  # it is no classifier
     of_row: ClassVar[bool] = True
 
     @nn.compact
     def __call__(
         self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
     ) -> jax.Array:
-        """`[B, B]`, of the whole batch, wherever its rows lie; x: [P, L, D]."""
-        x = vectors(self, x, segments).astype(wide(self.dtype))
+        x = self.normed(pooled(x, segments, self.pool)).astype(wide(self.dtype))
         a, b = apart(x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, -1, keepdims=True), 1e-12)))
+        # Of the whole batch, wherever its rows lie.
         return nn.with_logical_constraint(jnp.einsum("bd,cd->bc", a, b, precision="highest"), ("batch", None))
-
-
-def vectors(head: PairHead | CosineHead, x: jax.Array, segments: jax.Array | None) -> jax.Array:
-    """One vector a row, `[P, D]`."""
-    x = pooled(x, segments, head.pool)
-    return x if head.norm == "none" else norm(head.norm, head.dtype, "norm", head.norm_eps)(x)

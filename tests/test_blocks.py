@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from model import build
+from model import build, entries
 from model.asked import Asked
 from model.mixers import MIXERS
 from model.mixers.state_space import StateSpace
@@ -83,5 +83,5 @@ def test_depth_is_counted_in_branches():
     """Of all layers, whose MLPs may differ: here 2 x 2 + 1."""
     own = dict(bare=dict(mixer="attention", position=None, mlp="none"), full=dict(mixer="attention", position=None))
     config = model_config() | dict(mixers=("full", "bare"), layers=3, depth_init=True) | own
-    model = build.build(config | build.sections(config["mixers"], "none", config), Asked(20))
+    model = build.build(config | entries.sections(config["mixers"], "none", config), Asked(20))
     assert [one(parent=None).init_scale for one in model.bare().stack(parent=None).blocks] == [5**-0.5] * 2

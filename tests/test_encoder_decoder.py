@@ -15,9 +15,10 @@ from eval.continuation import continuation
 from eval.generate import decode, generate
 from eval.restore import restore
 from eval.sample import Sampling
-from model import build
+from model import build, entries
 from model.asked import Asked
 from model.errors import UserError
+from model.groups import group_rules
 from model.mixers import MIXERS
 from tests import zoo
 from train import config as configs
@@ -47,7 +48,7 @@ def config(**changes) -> dict:
     c = base.get_config().model.to_dict() | dict(kind="encoder_decoder", width=16)
     own = {key: value for key, value in changes.items() if isinstance(value, dict)}
     c |= {key: value for key, value in changes.items() if key not in own}
-    c |= build.sections(c["mixers"], c["position"], c | own)
+    c |= entries.sections(c["mixers"], c["position"], c | own)
     return c | {name: c[name] | settings for name, settings in own.items()}
 
 
@@ -207,7 +208,7 @@ def test_one_table_of_biases_for_each_side():
 def test_every_parameter_is_in_its_group():
     c = config(**SHAPES["mixed"])
     params = nn.unbox(build.build(c, ASKED).init(jax.random.key(0), TARGET, source=SOURCE))["params"]
-    groups = optim.groups(params, build.group_rules(c))
+    groups = optim.groups(params, group_rules(c))
     layers = {side: groups[side]["stack"]["layers"] for side in ("encoder", "decoder")}
     assert groups["embed"]["embedding"] == "no_decay" and groups["encoder_norm"]["scale"] == "no_decay"
     assert layers["encoder"]["block_0"]["mixer"]["log_dt"] == layers["decoder"]["block_1"]["mixer"]["A_log"] == "ssm"

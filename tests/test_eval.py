@@ -25,7 +25,7 @@ from eval.report import finite
 from eval.restore import choose_step, restore
 from eval.sample import Sampling, sample
 from eval.suites import SUITES
-from model import build
+from model import build, entries
 from model.asked import Asked
 from model.errors import UserError
 from model.mixers import MIXERS
@@ -49,7 +49,7 @@ def tiny(mixers: tuple[str, ...], position: str):
 
     Untied, with loud mixers and slow clocks, so that what it says depends on all it has read.
     """
-    section = base.get_config().model.to_dict() | build.sections(mixers, position)
+    section = base.get_config().model.to_dict() | entries.sections(mixers, position)
     section |= {"mixers": mixers, "position": position, "width": 16, "mlp_width": 16, "tied": False}
     section["layers"] = max(2, len(mixers))
     if position == "learned":
@@ -154,7 +154,7 @@ def test_one_token_needs_no_step():
 
 @pytest.mark.quick
 def test_what_cannot_generate_is_refused_before_anything_is_compiled():
-    sections = base.get_config().model.to_dict() | build.sections(("attention",), "learned")
+    sections = base.get_config().model.to_dict() | entries.sections(("attention",), "learned")
     sections |= {"position": "learned", "learned": {"max_len": L}}
     model = build.build(sections, Asked(V))
     check(model, P, L - P)

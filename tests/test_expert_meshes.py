@@ -7,8 +7,8 @@ import pytest
 from flax import linen as nn
 
 from data import pipeline
-from model import build
 from model.errors import UserError
+from model.groups import group_rules
 from tests import meshes
 from tests.test_train import load, one_step
 from train import optim
@@ -43,7 +43,7 @@ def alone():
             config = load(*EXPERTS, *SETTINGS[kind])
             run = prepare(config)
             batch = pipeline.batch_at(run.task, 0, "train", config.batch_size, 0)
-            tx = optim.optimizer(config.optim, config.steps, build.group_rules(config.model))
+            tx = optim.optimizer(config.optim, config.steps, group_rules(config.model))
             step = train_step(run.model, run.objective, tx, optim.schedule(config.optim, config.steps))
             one = jax.jit(lambda seed: step(nn.unbox(init_state(run.model, tx, batch, seed)), batch))
             state, sums = one(np.uint32(config.seed))
@@ -88,7 +88,7 @@ def test_experts_lower_for_many_chips(kind, chip):
     abstract = jax.tree.map(lambda leaf: meshes.laid(mesh, leaf), run.abstract)
     batch = pipeline.batch_at(run.task, 0, "train", 16, 0)
     rows = {key: meshes.laid(mesh, array, ("data", "fsdp", "expert")) for key, array in batch.items()}
-    tx = optim.optimizer(run.config.optim, 10, build.group_rules(run.config.model))
+    tx = optim.optimizer(run.config.optim, 10, group_rules(run.config.model))
     step = train_step(run.model, run.objective, tx, optax.constant_schedule(0.0))
     text = meshes.lowered(mesh, step, abstract, rows)
     assert ("ragged_dot" in text) == (chip == "tpu" and kind == "dropless")

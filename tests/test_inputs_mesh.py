@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from data import pipeline
-from model import build
+from model.groups import group_rules
 from train import config as configs
 from train import optim, sharding
 from train.run import prepare
@@ -47,7 +47,7 @@ def test_any_mesh_has_the_loss_of_one_device(kind):
     c = config(kind)
     run = prepare(c)
     batch = pipeline.batch_at(run.task, 0, "train", c.batch_size, 0)
-    tx = optim.optimizer(c.optim, c.steps, build.group_rules(c.model))
+    tx = optim.optimizer(c.optim, c.steps, group_rules(c.model))
     step = train_step(run.model, run.objective, tx, optax.constant_schedule(0.0))
     seen = run.objective.view(batch, None)
     one = jax.jit(lambda seed: step(nn.unbox(init_state(run.model, tx, seen, seed)), batch))  # knows of no mesh

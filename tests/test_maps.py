@@ -20,7 +20,7 @@ from eval import attention as suite
 from eval import maps, pictures
 from eval.restore import restore
 from eval.suites import SUITES
-from model import build
+from model import build, entries
 from model.asked import Asked
 from model.contract import Context
 from model.errors import UserError
@@ -162,7 +162,7 @@ def test_labels_say_what_the_token_is(book):
 
 @functools.cache
 def model_of(mixers: tuple[str, ...], layers: int, n_classes: int = 0, **changes):
-    section = base.get_config().model.to_dict() | build.sections(mixers, changes.get("position", "none"))
+    section = base.get_config().model.to_dict() | entries.sections(mixers, changes.get("position", "none"))
     section |= dict(mixers=mixers, width=16, mlp_width=16, layers=layers) | changes
     return build.build(section, Asked(V, n_classes))
 

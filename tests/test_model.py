@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs import base
-from model import build
+from model import build, entries
 from model.asked import Asked
 from model.block import NORM_ORDERS
 from model.documents import document_positions, open_reading
@@ -22,7 +22,7 @@ SCANS = [name for name in IMPLEMENTATIONS if name != "sharded"]  # which has tes
 
 def model_config(**changes):
     config = base.get_config().model.to_dict() | dict(width=16, layers=2) | changes
-    return config | build.sections(config["mixers"], config["position"])
+    return config | entries.sections(config["mixers"], config["position"])
 
 
 def init(model, tokens, **inputs):
@@ -267,7 +267,7 @@ def test_ragged_generation_where_integers_are_wide(mixers):
     """Prompts of two lengths, then a token more, with 64 bits allowed: the state stays what it was opened as."""
     named = {"local": dict(mixer="attention", position="rope", window=3)}
     config = base.get_config().model.to_dict() | dict(width=16, mixers=mixers, **named)
-    model = build.build(config | build.sections(mixers, "none", named), Asked(20))
+    model = build.build(config | entries.sections(mixers, "none", named), Asked(20))
     variables, segments = init(model, TOKENS), jnp.asarray([[1] * 6, [1] * 4 + [0] * 2], jnp.int32)
     with jax.enable_x64(True):
         state = opened = model.init_state(2, 12)

@@ -14,8 +14,8 @@ from data import pipeline
 from eval.accuracy import measure
 from eval.generate import check
 from eval.restore import restore
-from model import build
 from model.errors import UserError
+from model.groups import group_rules
 from tests.processes import fork
 from train import config as configs
 from train import log, optim, sharding
@@ -295,7 +295,7 @@ REFUSED = {
     "a decoder with a prefix": (
         "infilling",
         [*NEEDS["infilling"], ("model.attention.prefix", "4"), ("model.mixers", "attention")],
-        "asks a decoder for the next token, and this one sees it; allowed: no prefix",
+        "a prefix lets it see the next; allowed: prefix 0",
     ),
     "more spans than sentinels": (
         "span_corruption",
@@ -331,10 +331,11 @@ def without_text(kind, overrides):
 
 
 def test_a_refusal_on_the_command_line(text, tmp_path):
-    flags = [f"--config.{key}={value}" for key, value in (("data.task", "text"), ("data.text.path", text))]
+    flags = ["--config.data.task=text", f"--config.data.text.path={text}", f"--config.data.text.length={L}"]
     flags += ["--config.objective.kind=masked", f"--config={DEBUG}", f"--workdir={tmp_path / 'run'}"]
     command = fork("train", *flags)
-    assert command.wait() == 2 and len(command.stderr.strip().splitlines()) == 1, command.stderr
+    assert command.wait() == 2 and command.stderr.startswith("error: objective 'masked' asks"), command.stderr
+    assert command.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
@@ -357,6 +358,7 @@ def test_a_choice_brings_its_section_and_takes_it_along(text, tmp_path):
 def test_every_objective_is_listed_with_its_settings():
     for name, cls in OBJECTIVES.items():
         assert issubclass(cls, Objective) and cls.name == name and len(cls.__doc__.splitlines()[0]) < 110
+    assert {name for name, cls in OBJECTIVES.items() if cls.needs_text} < set(NEEDS), "those of text are tried here"
     command = fork("experiments.list", "masked")
     assert command.wait() == 0
     assert "objective masked (objective.masked)" in command.stdout
@@ -366,7 +368,7 @@ def test_every_objective_is_listed_with_its_settings():
 # Runs
 
 
-@pytest.mark.parametrize("kind", OBJECTIVES)
+@pytest.mark.parametrize("kind", NEEDS)
 def test_a_run_learns_and_is_tested_by_its_objective(kind, text, tmp_path):
     rate = [("optim.lr", "0.01"), ("steps", "40"), ("eval_every", "0"), ("checkpoint_every", "0")]
     result = train(load(text, kind, *NEEDS[kind], *rate, ("test_lengths", "24")), str(tmp_path))
@@ -431,7 +433,7 @@ def test_a_mesh_corrupts_and_asks_as_one_device_does(kind, accumulate, mesh, tex
     config = load(text, kind, *fixed, *((f"mesh.{axis}", str(n)) for axis, n in axes.items()))
     run = prepare(config)
     batch = pipeline.batch_at(run.task, 0, "train", 16, 0)
-    tx = optim.optimizer(config.optim, config.steps, build.group_rules(config.model))
+    tx = optim.optimizer(config.optim, config.steps, group_rules(config.model))
     step = train_step(run.model, run.objective, tx, optax.constant_schedule(0.0), int(accumulate))
     first = run.objective.view(batch, None)
     alone = jax.jit(lambda seed: step(nn.unbox(init_state(run.model, tx, first, seed)), batch)[1])  # knows of no mesh

@@ -8,10 +8,11 @@ import pytest
 from flax import linen as nn
 
 from configs import base
-from model import build
+from model import build, entries
 from model.asked import Asked
 from model.contract import Context
 from model.layers import norm
+from model.mixers import MIXERS
 from model.mixers.attention import Attention
 from model.ops.attention import attention, attention_weights
 from model.ops.conv import fft_conv
@@ -229,9 +230,7 @@ def test_a_window_costs_what_it_sees():
 
 def parameters(**model):
     config = base.get_config().model.to_dict() | model
-    config |= build.sections(config["mixers"], config["position"]) | {
-        k: v for k, v in model.items() if k in build.MIXERS
-    }
+    config |= entries.sections(config["mixers"], config["position"]) | {k: v for k, v in model.items() if k in MIXERS}
     made = build.build(config, Asked(model.pop("vocab", 32_000)))
     shapes = jax.eval_shape(made.init, jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
     return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(shapes))
@@ -278,7 +277,7 @@ def test_a_mixture_of_experts_holds_more_than_a_token_uses():
 
 def test_a_fresh_language_model_loses_the_logarithm_of_its_vocabulary():
     config = base.get_config().model.to_dict() | dict(width=64, layers=2)
-    model = build.build(config | build.sections(("attention",), "none"), Asked(1000))
+    model = build.build(config | entries.sections(("attention",), "none"), Asked(1000))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 1000, (4, 65)))
     params = nn.unbox(model.init(jax.random.key(0), tokens[:, :-1]))
     logits, _ = model.apply(params, tokens[:, :-1])

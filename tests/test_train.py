@@ -15,8 +15,8 @@ import pytest
 import data
 from configs import archs
 from data import pipeline
-from model import build
 from model.errors import UserError
+from model.groups import group_rules
 from model.mixers import MIXERS
 from tests import zoo
 from train import config as configs
@@ -64,7 +64,7 @@ def test_sharding_changes_nothing_but_rounding(mixers):
     config = load(*choice)
     run = prepare(config)
     batch = pipeline.batch_at(run.task, 0, "train", config.batch_size, 0)
-    tx = optim.optimizer(config.optim, config.steps, build.group_rules(config.model))
+    tx = optim.optimizer(config.optim, config.steps, group_rules(config.model))
     step = train_step(run.model, run.objective, tx, optax.constant_schedule(0.0))
     one = jax.jit(lambda seed: step(nn.unbox(init_state(run.model, tx, batch, seed)), batch))  # knows of no mesh
     alone, sums = one(np.uint32(config.seed))
@@ -111,7 +111,7 @@ def test_what_the_mesh_cannot_share_out_is_refused():
 @pytest.mark.parametrize("mixer, position", zoo.PAIRS)
 def test_every_parameter_is_in_exactly_one_group(mixer, position):
     run = prepare(load(("model.mixers", mixer), ("model.position", position)))
-    rules = build.group_rules(run.config.model)
+    rules = group_rules(run.config.model)
     found = optim.groups(run.abstract.params, rules)  # raises where two rules claim one parameter
     assert set(jax.tree.leaves(found)) <= set(optim.GROUPS)
     flat = {optim.path_name(path): group for path, group in jax.tree_util.tree_leaves_with_path(found)}
@@ -171,7 +171,7 @@ def test_golden_step():
 
 def test_one_step_compiles_once():
     run = prepare(load())
-    tx = optim.optimizer(run.config.optim, 10, build.group_rules(run.config.model))
+    tx = optim.optimizer(run.config.optim, 10, group_rules(run.config.model))
     step = train_step(run.model, run.objective, tx, optax.constant_schedule(0.0))
     counted = jax.jit(chex.assert_max_traces(step, n=1))
     state = run.init()

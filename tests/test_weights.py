@@ -209,7 +209,7 @@ def test_a_run_is_exported_and_read_back(family, tmp_path, capsys):
         ([("model.position", "none")], "layer 0's position 'none'; allowed: 'rope'"),
         ([("model.position", "rope"), ("model.attention.window", "8")], "layer 0's window 8; allowed: None"),
         ([("model.position", "rope"), ("model.mlp", "gelu")], "layer 0's mlp 'gelu'; allowed: 'swiglu'"),
-        ([("model.position", "learned")], "model.learned.max_len"),
+        ([("model.position", "learned")], "model.position 'learned'; allowed: 'none'"),
         ([("model.mixers", "attention,mamba"), ("model.position", "rope")], "layer 1's"),
     ],
 )

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 import data
 from configs import base
-from model import build, settings
+from model import entries, settings
 from model.errors import UserError, choose
 from model.mixers import MIXERS
 from model.positions import POSITIONS
@@ -71,10 +71,10 @@ def own_entries(given: Mapping[str, Any], asked: Mapping[str, str], file: str) -
     ]
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(name for name in names if name not in MIXERS):
-        if name in POSITIONS or name in build.KIND_SECTIONS or name in settings.section(base.Model):
+        if name in POSITIONS or name in entries.KIND_SECTIONS or name in settings.section(base.Model):
             raise UserError(f"model.{name} is another key of the model section, no mixer; choose another name")
         found[name] = {}
-        for field in dataclasses.fields(build.Entry):
+        for field in dataclasses.fields(entries.Entry):
             key = f"model.{name}.{field.name}"
             value = settings.read(asked[key], field.type) if key in asked else given.get(key)
             settings.check(key, value, field.type, where=partial(place, "" if key in asked else file, key))
@@ -86,7 +86,7 @@ def declared(config: ConfigDict) -> Declared:
     """Every key there is, given the choices made: its type, which says what is allowed, and its default."""
     task, model = config.data.task, config.model
     chosen = {
-        "model": build.declared(model.mixers, model.position, model),
+        "model": entries.declared(model.mixers, model.position, model),
         "data": {task: settings.section(choose("task", task, data.TASKS))},
         "objective": of_objective(config.objective.kind),
     }
@@ -110,9 +110,9 @@ def own_names(model: ConfigDict) -> list[str]:
 def complete(config: ConfigDict) -> None:
     """Adds the section that each choice brings, with its defaults."""
     for name in own_names(config.model):
-        if name not in build.used(config.model.mixers, config.model):
+        if name not in entries.used(config.model.mixers, config.model):
             del config.model[name]
-    for name, defaults in build.sections(config.model.mixers, config.model.position, config.model).items():
+    for name, defaults in entries.sections(config.model.mixers, config.model.position, config.model).items():
         config.model[name] = defaults
     task = config.data.task
     config.data[task] = settings.defaults(settings.section(data.TASKS[task]))
@@ -122,7 +122,7 @@ def complete(config: ConfigDict) -> None:
 def unused_section(key: str, config: ConfigDict, given: Mapping[str, Any]) -> bool:
     """Whether a config file's key belongs to a choice that was not made in the end."""
     room, name, *rest = (*key.split("."), "")
-    of_model = {*MIXERS, *POSITIONS, *build.KIND_SECTIONS, "experts"}
+    of_model = {*MIXERS, *POSITIONS, *entries.KIND_SECTIONS, "experts"}
     tables = {"model": of_model, "data": data.TASKS, "objective": OBJECTIVES}
     own = f"model.{name}.mixer" in given
     if name in tables.get(room, {}) or own:

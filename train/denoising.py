@@ -3,17 +3,15 @@
 Shape letters: S tokens of the source, T of the target.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from data import Task
 from model.asked import Asked
-from model.build import Model
 from model.errors import UserError
 from model.settings import Dim, above, at_least, at_most, below
 from train import corruption
@@ -28,12 +26,6 @@ class Denoising(Objective):
 
     needs_text: ClassVar[bool] = True
     model_kinds: ClassVar[tuple[str, ...]] = ("encoder_decoder",)
-
-    def check_model(self, model: Model, section: Mapping[str, Any]) -> None:
-        if model.sees_ahead:
-            raise UserError(
-                f"objective {self.name!r} asks a decoder for the next token, and this one sees it; allowed: no prefix"
-            )
 
     def sizes(self) -> tuple[int, int]:
         """S and T."""

@@ -15,6 +15,7 @@ import data
 from data import pipeline
 from model import build, placement
 from model.errors import UserError
+from model.groups import group_rules
 from model.ops.cudnn_attention import deterministic as deterministic_attention
 from train import config as configs
 from train import hosts, sharding
@@ -58,7 +59,7 @@ def prepare(config: ConfigDict, task: data.Task | None = None) -> Run:
     for length in objective.lengths:
         sharding.check_batch(mesh, rules, config.batch_size, length, config.optim.accumulate)
     model = model_for(objective, config)
-    tx = optimizer(config.optim, config.steps, build.group_rules(config.model))
+    tx = optimizer(config.optim, config.steps, group_rules(config.model))
     example = pipeline.batch_at(task, config.data.seed, "train", 1, 0)
 
     def init(seed: jax.Array) -> RunState:

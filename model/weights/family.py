@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from model.asked import Asked, Image
-from model.build import entry
+from model.entries import entry
 from model.errors import UserError
 from model.mlps.mlp import FORMS, mlp_width
 from model.positions import POSITIONS
@@ -136,7 +136,7 @@ def differences(this: Model, other: Model) -> Iterator[tuple[str, Any, Any]]:
         pairs += [(f"{name} {n}'s ", *both) for n, both in enumerate(layers)]
     told = set()
     for where, a, b in pairs:
-        for key in sorted(a.keys() | b.keys()):
+        for key in sorted(a.keys() | b.keys(), key=lambda key: ("." in key, key)):  # choices before their settings
             if not alike(a.get(key), b.get(key)) and key not in told:
                 told.add(key)
                 yield f"{where}{key}", a.get(key), b.get(key)

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from configs import base
-from model import build
+from model import build, entries
 from model.asked import Asked
 
 D, H, G, K, F, V, LAYERS = 32, 4, 2, 8, 40, 20, 3
@@ -130,7 +130,7 @@ def test_logits(name):
     weights = {key: jnp.asarray(value.numpy()) for key, value in theirs.state_dict().items()}
 
     config = base.get_config().model.to_dict() | dict(width=D, layers=LAYERS) | settings
-    sections = build.sections(config["mixers"], config["position"])
+    sections = entries.sections(config["mixers"], config["position"])
     model = build.build(config | {key: made | config.get(key, {}) for key, made in sections.items()}, Asked(V))
     blocks = [layer(weights, f"{places['layers']}.{i}") for i in range(LAYERS)]
     params = {"stack": {"layers": {"block_0": jax.tree.map(lambda *leaves: jnp.stack(leaves), *blocks)}}}

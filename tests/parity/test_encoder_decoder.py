@@ -7,7 +7,7 @@ import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
 from configs import base
-from model import build
+from model import build, entries
 from model.asked import Asked
 
 V, D, H, K, F, LAYERS = 23, 16, 2, 6, 24, 3
@@ -30,7 +30,7 @@ def ours():
     c = base.get_config().model.to_dict()
     c |= dict(kind="encoder_decoder", width=D, layers=LAYERS, position="t5", mlp="relu", mlp_width=F)
     c |= dict(norm_eps=1e-6, logit_scale=D**-0.5)
-    c |= build.sections(c["mixers"], c["position"], c)
+    c |= entries.sections(c["mixers"], c["position"], c)
     for name in ("attention", "cross_attention"):
         c[name] |= dict(n_heads=H, head_dim=K, scale=1.0)
     c["t5"]["shared"] = True

@@ -90,7 +90,10 @@ def prompted(task: Task, prompt: str, examples: int) -> tuple[np.ndarray, None]:
 
 
 def check(restored: Restored, tokens: np.ndarray, segments: np.ndarray | None) -> None:
-    """Refuses, before anything is compiled, a model without attention."""
+    """Refuses, before anything is compiled, a model without attention, or of more than one stack."""
+    kind = restored.run.config.model.kind
+    if kind == "encoder_decoder" or restored.run.task.asked.source:
+        raise UserError(f"suite attention looks into one stack of one sequence; allowed: model.kind=stack, not {kind}")
     shapes = jax.eval_shape(partial(inside, restored.run.model), restored.params, tokens, segments)
     if not any("weights" in layer for layer in shapes):
         c = restored.run.config.model

@@ -10,6 +10,7 @@ import pytest
 
 from configs import base
 from eval.accuracy import accuracy
+from eval.attention import attention
 from eval.continuation import continuation
 from eval.generate import decode, generate
 from eval.restore import restore
@@ -338,6 +339,8 @@ def test_a_run_and_what_it_can_be_asked(trained, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2
     accuracy(restored, split="test")
     assert "exact" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"suite attention looks into one stack .* not encoder_decoder"):
+        attention(restored, split="test", examples=1, prompt="")
     with pytest.raises(UserError, match="takes token ids from 3 to 12"):
         continuation(restored, prompt="4 99", tokens=5, **options)
 

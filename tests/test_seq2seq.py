@@ -23,7 +23,7 @@ from model.source_target import boundary, divide
 from train import config as configs
 from train.log import read_metrics
 from train.loop import train, validate
-from train.objective import cross_entropy
+from train.objectives import TaskTargets
 from train.run import at_length, prepare
 from train.step import init_state, train_step
 
@@ -188,7 +188,8 @@ def test_it_learns_to_copy_by_looking_at_each_token_in_turn():
     model, rate = Seq2Seq(V, 32, N), optax.constant_schedule(5e-3)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
     state = nn.unbox(jax.jit(lambda: init_state(model, tx, copying(0), np.uint32(0)))())
-    step, losses = jax.jit(train_step(model, cross_entropy({}), tx, rate), donate_argnums=0), []
+    objective = TaskTargets(task_of("selective_copying"))
+    step, losses = jax.jit(train_step(model, objective, tx, rate), donate_argnums=0), []
     for i in range(300):
         state, sums = step(state, copying(i))
         losses.append(float(sums["loss"][0] / sums["loss"][1]))
@@ -317,7 +318,7 @@ def test_an_answer_is_blind_to_what_it_is_scored_by_and_to_later_tokens(variable
         place = jnp.arange(batch["at"].shape[1])[None]
         targets, weights = jnp.where(place < q, batch["targets"], token), (place == q).astype(jnp.float32)
         asked = dict(batch, inputs=inputs, targets=targets, weights=weights)
-        sums = cross_entropy({})(model, variables["params"], asked, None)
+        sums = TaskTargets(task)(model, variables["params"], asked, None)
         return jnp.exp(-sums["loss"][0])
 
     chances = partial(jax.jit(jax.vmap(chance, (0, None, None))), jnp.arange(V))

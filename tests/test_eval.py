@@ -52,8 +52,7 @@ def tiny(mixers: tuple[str, ...], position: str):
     section = base.get_config().model.to_dict() | entries.sections(mixers, position)
     section |= {"mixers": mixers, "position": position, "width": 16, "mlp_width": 16, "tied": False}
     section["layers"] = max(2, len(mixers))
-    if position == "learned":
-        section["learned"] = {"max_len": L}
+    section |= {"learned": {"max_len": L}} | zoo.PLACES
     model = build.build(section, Asked(V))
     rng = np.random.default_rng(0)
 

@@ -110,7 +110,8 @@ def test_what_the_mesh_cannot_share_out_is_refused():
 
 @pytest.mark.parametrize("mixer, position", zoo.PAIRS)
 def test_every_parameter_is_in_exactly_one_group(mixer, position):
-    run = prepare(load(("model.mixers", mixer), ("model.position", position)))
+    place = [(f"model.{position}.{key}", str(value)) for key, value in zoo.PLACES.get(position, {}).items()]
+    run = prepare(load(("model.mixers", mixer), ("model.position", position), *place))
     rules = group_rules(run.config.model)
     found = optim.groups(run.abstract.params, rules)  # raises where two rules claim one parameter
     assert set(jax.tree.leaves(found)) <= set(optim.GROUPS)

@@ -15,6 +15,10 @@ from eval.generate import generate
 from eval.restore import Restored
 from eval.sample import Sampling
 from model.errors import UserError
+from train.denoising import Denoising
+from train.run import Run
+
+HIDDEN = "<mask>"  # what a prompt hides, where a model was trained to fill it in
 
 
 def continuation(
@@ -24,16 +28,27 @@ def continuation(
     run = restored.run
     check_tokens(run.task)
     sampling = Sampling(temperature, top_k, top_p)
-    rows, given = np.array([encode(run.task, prompt)], np.int32), {}
-    if isinstance(run.task, SourceTask):
-        rows, given = np.array([[START]], np.int32), {"source": rows}
+    first, source, end = beginning(restored.run, prompt)
+    given = {} if source is None else {"source": np.array([source], np.int32)}
+    rows = np.array([first], np.int32)
     made = generate(run.model, restored.params, rows, tokens, sampling, jax.random.key(seed), **given)
+    written = itertools.takewhile(lambda token: token != end, (int(token[0]) for token in made))
     sys.stdout.write(prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
     sys.stdout.write("\n" if given else "")
-    for piece in decode(run.task, (int(token[0]) for token in made)):
+    for piece in decode(run.task, written):
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
+
+
+def beginning(run: Run, prompt: str) -> tuple[list[int], list[int] | None, int | None]:
+    """The tokens to go on from, the source that they answer, if there is one, and the token that ends an answer."""
+    if isinstance(run.task, SourceTask):
+        return [START], encode(run.task, prompt), END
+    if isinstance(run.objective, Denoising):
+        shown = [encode_bytes(part) for part in prompt.split(HIDDEN)]
+        return [run.objective.end], run.objective.source(shown), run.objective.end
+    return encode(run.task, prompt), None, None
 
 
 def check_tokens(task: Task) -> None:
@@ -54,7 +69,7 @@ def encode(task: Task, prompt: str) -> list[int]:
     if isinstance(task, SourceTask):
         return task.encode(prompt)
     if isinstance(task, Text):
-        return list(prompt.encode("utf-8", "surrogateescape")) or [ord("\n")]
+        return encode_bytes(prompt) or [ord("\n")]
     words = prompt.split()
     wrong = [word for word in words if not (word.isdecimal() and int(word) < task.vocab_size)]
     if wrong or not words:
@@ -63,17 +78,21 @@ def encode(task: Task, prompt: str) -> list[int]:
     return [int(word) for word in words]
 
 
+def encode_bytes(text: str) -> list[int]:
+    return list(text.encode("utf-8", "surrogateescape"))
+
+
 def decode(task: Task, tokens: Iterable[int]) -> Iterator[str]:
-    """What to print for each token as it comes: a character once its bytes are complete, or the id; up to an end."""
+    """What to print for each token as it comes: a character once its bytes are complete, or the id."""
     if isinstance(task, SourceTask):
-        yield from map(task.decode, itertools.takewhile(lambda token: token != END, tokens))
+        yield from map(task.decode, tokens)
         return
     if not isinstance(task, Text):
         yield from (f" {token}" for token in tokens)
         return
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
-        yield harmless(decoder.decode(bytes([token])))
+        yield harmless(decoder.decode(bytes([token]))) if token < task.vocab_size else HIDDEN
     yield harmless(decoder.decode(b"", final=True))
 
 

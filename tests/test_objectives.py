@@ -12,6 +12,7 @@ import pytest
 from data import build as build_task
 from data import pipeline
 from eval.accuracy import measure
+from eval.continuation import continuation
 from eval.generate import check
 from eval.restore import restore
 from model.errors import UserError
@@ -368,13 +369,23 @@ def test_every_objective_is_listed_with_its_settings():
 # Runs
 
 
+@pytest.mark.quick
+def test_a_prompt_hides_what_its_writer_is_to_fill_in(task):
+    shown = [[97, 98], [], [99]]
+    assert Infilling(task).source(shown) == [97, 98, 257, 257, 99]
+    assert SpanCorruption(task, sentinels=5).source(shown) == [97, 98, 261, 260, 99, 256]
+    with pytest.raises(UserError, match=r"2 spans are hidden; objective\.span_corruption\.sentinels allows 1"):
+        SpanCorruption(task, density=0.1, sentinels=1).source(shown)
+
+
 @pytest.mark.parametrize("kind", NEEDS)
-def test_a_run_learns_and_is_tested_by_its_objective(kind, text, tmp_path):
+def test_a_run_learns_and_is_tested_by_its_objective(kind, text, tmp_path, capsys):
     rate = [("optim.lr", "0.01"), ("steps", "40"), ("eval_every", "0"), ("checkpoint_every", "0")]
     result = train(load(text, kind, *NEEDS[kind], *rate, ("test_lengths", "24")), str(tmp_path))
     losses = [line["loss"] for line in log.read_metrics(tmp_path / "metrics.jsonl") if "loss" in line]
     assert losses[0] > 5 and np.mean(losses[-5:]) < 2.5, losses
-    found = measure(restore(str(tmp_path), "latest"), "test")
+    restored = restore(str(tmp_path), "latest")
+    found = measure(restored, "test")
     assert found["metrics"]["loss"] == pytest.approx(result["metrics"]["test/loss"], rel=1e-5)
     assert result["metrics"]["test/length_24/loss"] < 5, "the same model, asked at another length"
     assert found["metrics"]["accuracy"] > found["baselines"]["chance"]
@@ -382,6 +393,10 @@ def test_a_run_learns_and_is_tested_by_its_objective(kind, text, tmp_path):
         assert found["metrics"]["perplexity"] == pytest.approx(math.exp(found["metrics"]["loss"]))
     else:
         assert set(found["metrics"]) == {"loss", "accuracy"}, "no perplexity of what is no text"
+    if kind != "masked":
+        capsys.readouterr()
+        continuation(restored, prompt="a cat <mask> mat", tokens=6, temperature=0.0, top_k=0, top_p=1.0, seed=0)
+        assert len(capsys.readouterr().out) > len("a cat <mask> mat\n"), "every causal model goes on"
 
 
 @pytest.mark.parametrize("mixer, causal", [("gru", "True"), ("attention", "False")])

@@ -3,8 +3,10 @@
 Shape letters: S tokens of the source, T of the target.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from typing import Annotated, ClassVar
 
 import jax
@@ -34,6 +36,17 @@ class Denoising(Objective):
     def corrupted(self, keys: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         """Of text `[B, L]`: sources `[B, S]`, their segments where they have padding, targets `[B, T - 1]`."""
         raise NotImplementedError
+
+    def marks(self, n: int) -> list[int]:
+        """What stands in a source for n hidden spans, one after another."""
+        raise NotImplementedError
+
+    def source(self, parts: Sequence[Sequence[int]]) -> list[int]:
+        """A source that shows these parts of a text, with something hidden between any two."""
+        marks = self.marks(len(parts) - 1)
+        return [
+            token for part, mark in zip_longest(parts, ([m] for m in marks), fillvalue=[]) for token in (*part, *mark)
+        ]
 
     @property
     def end(self) -> int:
@@ -105,6 +118,14 @@ class SpanCorruption(Denoising):
         noise, spans = self.counts()
         return self.task.length - noise + spans + 1, noise + spans + 1
 
+    def marks(self, n: int) -> list[int]:
+        if n > self.sentinels:
+            raise UserError(f"{n} spans are hidden; objective.span_corruption.sentinels allows {self.sentinels}")
+        return [self.end + self.sentinels - i for i in range(n)]
+
+    def source(self, parts: Sequence[Sequence[int]]) -> list[int]:
+        return [*super().source(parts), self.end]
+
     def corrupted(self, keys: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         last = self.end + self.sentinels  # from which T5 counts down
         one = partial(corruption.spans, density=self.density, mean_span=self.mean_span, first_sentinel=last)
@@ -127,6 +148,9 @@ class Infilling(Denoising):
 
     def sizes(self) -> tuple[int, int]:
         return self.task.length, self.task.length + 1
+
+    def marks(self, n: int) -> list[int]:
+        return [self.end + 1] * n
 
     def corrupted(self, keys: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         one = partial(corruption.infill, rate=self.rate, mean_span=self.mean_span, mask_token=self.end + 1)

@@ -10,7 +10,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec
 
+from model import placement
 from model.contract import Context, State, wide
 from model.documents import document_positions, open_reading
 from model.errors import UserError
@@ -84,18 +86,26 @@ def attending(cell: type[Recurrent], p: Decoder, past: Past, x: jax.Array, sourc
 def write(
     cell: type[Recurrent], p: Decoder, past: Past, x: jax.Array, source: Source, real: jax.Array
 ) -> tuple[Past, jax.Array, jax.Array]:
-    """The last state, the outputs `[B, T, D]` and the contexts `[B, T, 2D]`; x: [B, T, G, D]; real: [B, T]."""
+    """The last state, the outputs `[B, T, D]` and the contexts `[B, T, 2D]`; x: [B, T, G, D]; real: [B, T].
 
-    def step(past, token):
-        x, real = token
-        new, context = attending(cell, p, past, x, source)
-        past = {name: jnp.where(real[:, None], new[name], old) for name, old in past.items()}
-        return past, (past["h"], context)
+    Each device writes its own rows with all of the decoder: sharing it out would send something at every token.
+    """
 
-    # The backward pass scores anew: kept, the scores' hidden layer would take T S D numbers.
-    step = jax.checkpoint(step, prevent_cse=False)
-    last, kept = jax.lax.scan(step, past, (jnp.swapaxes(x, 0, 1), real.T))
-    return last, *(jnp.swapaxes(y, 0, 1) for y in kept)
+    def rows(p, past, x, source, real):
+        def step(past, token):
+            x, real = token
+            new, context = attending(cell, p, past, x, source)
+            past = {name: jnp.where(real[:, None], new[name], old) for name, old in past.items()}
+            return past, (past["h"], context)
+
+        # The backward pass scores anew: kept, the scores' hidden layer would take T S D numbers.
+        step = jax.checkpoint(step, prevent_cse=False)
+        last, kept = jax.lax.scan(step, past, (jnp.swapaxes(x, 0, 1), real.T))
+        return last, *(jnp.swapaxes(y, 0, 1) for y in kept)
+
+    by_row = placement.spec(("batch",), x.shape[:1])
+    run = placement.on_each_device(rows, (PartitionSpec(), by_row, by_row, by_row, by_row), by_row)
+    return run(p, past, x, source, real)
 
 
 class Seq2Seq(nn.Module):

@@ -49,6 +49,9 @@ MESH = [("mesh.data", "1"), ("mesh.fsdp", "2"), ("mesh.tensor", "2"), ("mesh.seq
 
 
 STACKS = [zoo.ALONE[i::4] for i in range(4)]  # a model of several kinds of layers compiles faster than several models
+BOTH_WAYS = [name for name in zoo.ALONE if not MIXERS[name].forward_only]
+ROWS = [("mesh.data", "2"), ("mesh.fsdp", "2"), ("mesh.tensor", "2")]  # without the length
+SHARED = [(mixers, True, MESH) for mixers in STACKS] + [(BOTH_WAYS[i::2], False, ROWS) for i in range(2)]
 
 
 def stacked(mixers: list[str]) -> list[tuple[str, str]]:
@@ -58,9 +61,11 @@ def stacked(mixers: list[str]) -> list[tuple[str, str]]:
 
 @pytest.mark.scale
 @pytest.mark.usefixtures("quick_draws")
-@pytest.mark.parametrize("mixers", STACKS, ids="+".join)
-def test_sharding_changes_nothing_but_rounding(mixers):
-    choice = stacked(mixers)
+@pytest.mark.parametrize(
+    "mixers, causal, mesh", SHARED, ids=["+".join(m) + ("" if c else "-both ways") for m, c, _ in SHARED]
+)
+def test_sharding_changes_nothing_but_rounding(mixers, causal, mesh):
+    choice = [*stacked(mixers), ("model.causal", str(causal))]
     config = load(*choice)
     run = prepare(config)
     batch = pipeline.batch_at(run.task, 0, "train", config.batch_size, 0)
@@ -68,7 +73,7 @@ def test_sharding_changes_nothing_but_rounding(mixers):
     step = train_step(run.model, run.objective, tx, optax.constant_schedule(0.0))
     one = jax.jit(lambda seed: step(nn.unbox(init_state(run.model, tx, batch, seed)), batch))  # knows of no mesh
     alone, sums = one(np.uint32(config.seed))
-    metrics, params = one_step(load(*choice, *MESH))
+    metrics, params = one_step(load(*choice, *mesh))
     for key in ("loss", "grad_norm"):
         np.testing.assert_allclose(metrics[key][0], sums[key][0], rtol=2e-5, err_msg=key)
     # Adam's first step is the sign of the gradient: where that is rounding, so is the step.

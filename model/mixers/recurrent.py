@@ -16,7 +16,9 @@ from typing import ClassVar, Literal
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
+from model import placement
 from model.contract import Context, Mixer, State, wide
 from model.documents import reverse
 from model.errors import UserError
@@ -60,23 +62,30 @@ def recurrence(
 ) -> tuple[jax.Array, Past]:
     """Outputs `[B, L, E]` and the last state, one token after another; x: [B, L, G, E]; U: [E, G, E]; bias: [G, E].
 
-    A token that opens a document finds an empty past, and padding leaves the past as it is.
+    A token that opens a document finds an empty past, and padding leaves the past as it is. Each device runs its own
+    rows with the whole of U: shared out, something would be sent at every token.
     """
 
-    def step(past, token):
-        known = past
-        if "real" in token:
-            known = {name: jnp.where(token["opens"], 0, value) for name, value in past.items()}
-        new = cell(known, token["x"].astype(bias.dtype), to_gates(known["h"], U, x.dtype) + bias)
-        if "real" in token:
-            new = {name: jnp.where(token["real"], value, past[name]) for name, value in new.items()}
-        return new, new["h"].astype(x.dtype)
+    def rows(U, bias, past, tokens):
+        def step(past, token):
+            known = past
+            if "real" in token:
+                known = {name: jnp.where(token["opens"], 0, value) for name, value in past.items()}
+            new = cell(known, token["x"].astype(bias.dtype), to_gates(known["h"], U, x.dtype) + bias)
+            if "real" in token:
+                new = {name: jnp.where(token["real"], value, past[name]) for name, value in new.items()}
+            return new, new["h"].astype(x.dtype)
+
+        last, y = jax.lax.scan(step, past, jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), tokens))
+        return jnp.swapaxes(y, 0, 1), last
 
     tokens = dict(x=x)
     if ctx.segments is not None:
-        tokens |= dict(real=ctx.segments[..., None] > 0, opens=ctx.positions[..., None] == 0)
-    last, y = jax.lax.scan(step, past, jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), tokens))
-    return jnp.swapaxes(y, 0, 1), last
+        opens = jnp.broadcast_to(ctx.positions == 0, ctx.segments.shape)
+        tokens |= dict(real=ctx.segments[..., None] > 0, opens=opens[..., None])
+    by_row = placement.spec(("batch",), x.shape[:1])
+    run = placement.on_each_device(rows, (PartitionSpec(), PartitionSpec(), by_row, by_row), by_row)
+    return run(U, bias, past, tokens)
 
 
 def orthogonal_gates(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:

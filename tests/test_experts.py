@@ -165,11 +165,11 @@ def test_a_model_of_experts_generates_what_it_would_answer():
     config = configs.load("configs/debug.py", [("model.mlp", "experts"), ("model.experts.capacity", "0.5")])
     model = build.build(config.model.to_dict(), Asked(20))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 20, (2, 10)))
-    variables = model.init(jax.random.key(0), tokens)
-    whole, _ = model.apply(variables, tokens)
+    variables, run = jax.jit(model.init)(jax.random.key(0), tokens), jax.jit(model.apply)
+    whole, _ = run(variables, tokens)
     state, parts = model.init_state(2, 10), []
     for piece in (tokens[:, :6], tokens[:, 6:7], tokens[:, 7:]):
-        logits, state = model.apply(variables, piece, state=state)
+        logits, state = run(variables, piece, state=state)
         parts.append(logits)
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=2e-5)
 

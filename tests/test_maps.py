@@ -251,7 +251,7 @@ def test_the_weights_are_those_that_attention_used():
 
 
 def documents(model, params, tokens, segments=None) -> list[suite.Document]:
-    return list(suite.read(SimpleNamespace(run=SimpleNamespace(model=model), params=params), tokens, segments))
+    return list(suite.documents_of(SimpleNamespace(run=SimpleNamespace(model=model), params=params), tokens, segments))
 
 
 def test_padding_is_left_out_and_documents_stand_alone():
@@ -340,7 +340,7 @@ def test_the_suite_writes_numbers_within_their_bounds_and_pictures(attention_run
                 assert 0 <= head[score] <= 1
             assert head["no_token"] == pytest.approx(0, abs=1e-6)
     loaded = restore(str(attention_run), "latest")
-    each = [suite.measure(document) for document in suite.read(loaded, *suite.first_examples(loaded, "validation", 3))]
+    each = [suite.measure(document) for document in suite.documents_of(loaded, *suite.first_examples(loaded, "validation", 3))]
     assert report["layers"][1]["rank"] == pytest.approx(np.mean([one[1]["rank"] for one in each]))
     assert len({one[1]["rank"] for one in each}) == 3
     for kind in ("maps", "summary"):

@@ -1,5 +1,6 @@
 """Configs: read from a file, checked against every key that exists, overridden, resolved, compared."""
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -142,8 +143,10 @@ def put(config: ConfigDict, known: Declared, key: str, value: Any, file: str = "
     *rooms, leaf = key.split(".")
     for name in rooms:
         config = config[name]
-    with config.ignore_type():  # which would hold a setting to the type of its default
-        config[leaf] = settings.fit(field.type, value)
+    new = settings.fit(field.type, value)
+    # A ConfigDict would hold a setting to the type of its default. (Not to do so takes time.)
+    with config.ignore_type() if type(new) is not type(config[leaf]) else contextlib.nullcontext():
+        config[leaf] = new
 
 
 def siblings(key: str, known: Iterable[str]) -> str:

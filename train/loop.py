@@ -83,7 +83,7 @@ def refuse_changes(changes: dict[str, tuple[Any, Any]], config: ConfigDict, fold
         )
 
 
-def sign_run(run: Run, folder: Path, step: int, origin: dict[str, Any] | None) -> list[dict[str, Any]]:
+def sign_run(run: Run, folder: Path, step: int, origin: dict[str, Any] | None = None) -> list[dict[str, Any]]:
     """Makes the folder this run's, once all that is in it fits; returns what was changed in the config on the way."""
 
     def sign() -> list[dict[str, Any]]:

@@ -340,7 +340,8 @@ def test_the_suite_writes_numbers_within_their_bounds_and_pictures(attention_run
                 assert 0 <= head[score] <= 1
             assert head["no_token"] == pytest.approx(0, abs=1e-6)
     loaded = restore(str(attention_run), "latest")
-    each = [suite.measure(document) for document in suite.documents_of(loaded, *suite.first_examples(loaded, "validation", 3))]
+    documents = suite.documents_of(loaded, *suite.first_examples(loaded, "validation", 3))
+    each = [suite.measure(document) for document in documents]
     assert report["layers"][1]["rank"] == pytest.approx(np.mean([one[1]["rank"] for one in each]))
     assert len({one[1]["rank"] for one in each}) == 3
     for kind in ("maps", "summary"):

@@ -11,7 +11,7 @@ from model.mixers.state_space import StateSpace
 from tests import zoo
 from tests.test_model import TOKENS, init, model_config, run
 
-pytestmark = pytest.mark.usefixtures("quick_draws")
+pytestmark = [pytest.mark.usefixtures("quick_draws"), pytest.mark.usefixtures("quickly_compiled")]
 
 
 @pytest.mark.quick

@@ -118,6 +118,7 @@ SMALL = {
 }
 
 
+@pytest.mark.scale
 def test_the_readme_commands_work(tmp_path):
     """In order, in one place, as a newcomer would paste them; folders moved under the test's own."""
     modules = set()

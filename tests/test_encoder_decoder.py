@@ -26,6 +26,8 @@ from train import optim
 from train.loop import train
 from train.run import prepare
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 V, S, T = 11, 6, 5
 ASKED = Asked(V, source=S)
 RNG = np.random.default_rng(0)
@@ -179,6 +181,7 @@ def test_rows_that_hold_both():
     np.testing.assert_allclose(np.concatenate([first, then], axis=1), whole, atol=2e-5)
 
 
+@pytest.mark.scale
 def test_layers_looped_or_unrolled_have_the_same_gradients():
     """Also those that reach the encoder, and a bias that all layers share, from inside the loop."""
     found = []

@@ -14,6 +14,8 @@ from model.mlps.mlp import FORMS
 from model.ops.grouped import LAYOUTS, bounded_layout, grouped, moved
 from train import config as configs
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 B, L, D, F, X = 2, 9, 8, 12, 4
 SEGMENTS = jnp.asarray([[1] * 9, [1, 1, 0, 1, 1, 2, 2, 0, 0]])
 

@@ -23,6 +23,8 @@ from train.loop import train
 from train.run import prepare
 from train.start import begin, find
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 SHORT = [("steps", "4"), ("checkpoint_every", "2"), ("eval_every", "2"), ("eval_batches", "1"), ("model.layers", "3")]
 SHORT += [("model.position", "rope"), ("model.attention.n_heads", "2"), ("optim.warmup", "0")]
 
@@ -68,6 +70,7 @@ def test_a_run_starts_from_anothers_parameters(source):
     assert_same(started(("init.path", str(source)), *mesh), parameters(source, 4))
 
 
+@pytest.mark.scale
 def test_a_run_starts_from_a_folder_of_safetensors(source, folder):
     assert_same(started(("init.path", str(folder))), parameters(source, 4))
     mesh = [("mesh.data", "2"), ("mesh.fsdp", "2"), ("mesh.tensor", "2")]

@@ -11,7 +11,7 @@ from model.errors import UserError
 from model.inputs import patches
 from tests.test_model import init, model_config, run
 
-pytestmark = pytest.mark.usefixtures("quick_draws")
+pytestmark = [pytest.mark.usefixtures("quick_draws"), pytest.mark.usefixtures("quickly_compiled")]
 RNG = np.random.default_rng(0)
 PICTURES = RNG.normal(size=(2, 8, 12, 3)).astype(np.float32)
 PICTURE = Image(8, 12, 3)

@@ -43,6 +43,7 @@ def test_split(case):
         np.testing.assert_allclose(split, whole, atol=2e-5)
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("case", MATRIX)
 def test_every_combination_splits_packed_rows_or_is_refused(case):
     """The split law for documents and padding, over every mixer, variant and position there is."""

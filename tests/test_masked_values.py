@@ -14,7 +14,7 @@ from train.masked_values import MaskedValues
 from train.objective import arguments
 from train.objectives import build as build_objective
 
-pytestmark = pytest.mark.usefixtures("quick_draws")
+pytestmark = [pytest.mark.usefixtures("quick_draws"), pytest.mark.usefixtures("quickly_compiled")]
 SHAPES, ADDING = build_task("shapes", {"side": 16}), build_task("adding", {"length": 10})
 
 

@@ -378,6 +378,7 @@ def test_a_prompt_hides_what_its_writer_is_to_fill_in(task):
         SpanCorruption(task, density=0.1, sentinels=1).source(shown)
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("kind", NEEDS)
 def test_a_run_learns_and_is_tested_by_its_objective(kind, text, tmp_path, capsys):
     rate = [("optim.lr", "0.01"), ("steps", "40"), ("eval_every", "0"), ("checkpoint_every", "0")]
@@ -399,6 +400,7 @@ def test_a_run_learns_and_is_tested_by_its_objective(kind, text, tmp_path, capsy
         assert len(capsys.readouterr().out) > len("a cat <mask> mat\n"), "every causal model goes on"
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("mixer, causal", [("gru", "True"), ("attention", "False")])
 def test_a_label_for_each_token_is_learnt(mixer, causal, tmp_path):
     """The sum of two, which who reads both ways cannot tell without knowing the place."""

@@ -184,6 +184,7 @@ def copying(seed: int, B: int = 32):
     return dict(inputs=inputs, at=at, targets=source, weights=np.ones((B, N), np.float32))
 
 
+@pytest.mark.scale
 def test_it_learns_to_copy_by_looking_at_each_token_in_turn():
     model, rate = Seq2Seq(V, 32, N), optax.constant_schedule(5e-3)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))

@@ -23,7 +23,7 @@ from model.ops.tiled_attention import candidates
 from model.positions import Rope, Sinusoidal
 from tests.places import at, embed, queries
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("quickly_compiled")]
 HERE = ("reference", "xla", "tiled")  # the implementations that run on any machine
 
 

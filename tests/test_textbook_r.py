@@ -14,7 +14,7 @@ from model.ops.attention import attention, attention_weights
 from model.ops.mask import CAUSAL, FULL
 from model.positions import POSITIONS
 
-pytestmark = pytest.mark.quick
+pytestmark = [pytest.mark.quick, pytest.mark.usefixtures("quickly_compiled")]
 N, D = 5, 4
 
 X = """1.434 1.452 .343 2.194 | .764 -1.418 1.582 .518 | 1.648 -.418 -.727 2.318 | -1.617 -1.255 .337 -.130 |

@@ -11,7 +11,7 @@ from model.errors import UserError
 from tests.test_model import init, model_config, run
 from train.contrastive import info_nce
 
-pytestmark = pytest.mark.usefixtures("quick_draws")
+pytestmark = [pytest.mark.usefixtures("quick_draws"), pytest.mark.usefixtures("quickly_compiled")]
 RNG = np.random.default_rng(0)
 A, B = (jnp.asarray(RNG.integers(0, 20, (3, 7)), jnp.int32) for _ in range(2))
 CLASSES, PARTNERS = Asked(20, n_classes=2, pair=True), Asked(20, pair=True)

@@ -20,6 +20,8 @@ from model.weights.safetensors import DTYPES, INDEX, Made, read_folder, read_hea
 from tests.test_train import load
 from train.loop import train
 
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
+
 
 def made(**arrays: np.ndarray) -> list[Made]:
     return [Made(name, x.shape, x.dtype, lambda x=x: x) for name, x in arrays.items()]
@@ -190,6 +192,7 @@ RUNS = {
 }
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("family", RUNS)
 def test_a_run_is_exported_and_read_back(family, tmp_path, capsys):
     train(load(*SMALL, *RUNS[family]), str(tmp_path / "run"))

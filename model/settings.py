@@ -147,7 +147,7 @@ def nearest(kind: Kind, value: Any) -> Any:
 def _candidates(kind: Kind, value: Any) -> Iterator[Any]:
     number = type(value) in (int, float) and value == value
     match get_origin(kind), get_args(kind):
-        case origin, (base, *bounds) if origin is Annotated and number:
+        case origin, (base, *bounds) if origin is Annotated and number and base in (int, float):
             near = value if abs(value) <= HUGE else math.copysign(math.inf, value > 0 or -1)
             near = round(near) if base is int and abs(near) <= HUGE else near
             for bound in bounds:

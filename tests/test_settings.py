@@ -67,6 +67,7 @@ def test_a_setting_may_be_of_another_type_than_its_default():
         (Count, 10**20, "x is 1000.*; closest: 2147483647"),
         (Count, math.inf, "x is inf; .*; closest: 2147483647"),
         (Count, 2.6, "x is 2.6; .*; closest: 3"),
+        (tuple[Name, ...], 1.5, "x is 1.5; allowed: a tuple, each item a text that is not empty"),
         (Count, "many", "x is 'many'; allowed: a whole number from 1 to 2147483647; usual: 7"),
         (Count | None, -3, "from 1 to 2147483647, or None; closest: 1"),
         (Literal[0] | Dim, -3, "allowed: 0, or a whole number from 1 to 1048576; closest: 0"),

@@ -14,9 +14,10 @@ from typing import Literal
 from experiments.running import campaign
 from experiments.running.runs import read_value
 from experiments.tables import rows
-from experiments.tables.definitions import SCALES, TABLES, Table, choose_scale, layout
+from experiments.tables.definitions import TABLES
 from experiments.tables.layout import sheet
 from experiments.tables.publish import publish, show
+from experiments.tables.table import SCALES, Table, choose_scale, layout
 from model.errors import UserError, choose
 from model.settings import Count, Name
 from train import cli

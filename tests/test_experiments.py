@@ -14,8 +14,9 @@ from experiments.running import campaign, folders
 from experiments.running.expand import expand, split
 from experiments.running.runs import RunSpec, names, read_value, short_keys, with_argument
 from experiments.tables import formats, rows
-from experiments.tables.definitions import TABLES, choose_scale, layout
+from experiments.tables.definitions import TABLES
 from experiments.tables.layout import sheet
+from experiments.tables.table import choose_scale, layout
 from model.errors import UserError
 from tests.processes import fork
 from tests.test_report import row

@@ -15,8 +15,10 @@ from eval.accuracy import measure
 from eval.restore import restore
 from experiments.running import campaign, folders
 from experiments.tables import formats, plot, rows
-from experiments.tables.definitions import FLAT, TABLES, layout
+from experiments.tables.definitions import TABLES
 from experiments.tables.layout import Layout, sheet
+from experiments.tables.positions import FLAT
+from experiments.tables.table import layout
 from model.errors import UserError
 from tests.test_experiments import call
 from tests.test_report import row

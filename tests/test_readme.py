@@ -4,8 +4,9 @@ import re
 from pathlib import Path
 
 from experiments.tables import formats, rows
-from experiments.tables.definitions import TABLES, choose_scale, layout
+from experiments.tables.definitions import TABLES
 from experiments.tables.layout import sheet
+from experiments.tables.table import choose_scale, layout
 
 ROOT = Path(__file__).parent.parent
 

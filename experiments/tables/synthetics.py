@@ -1,0 +1,117 @@
+"""Recall, copying and induction: what an architecture can keep, and find again."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import product
+
+from experiments.running.runs import RunSpec, Value
+from experiments.tables import published
+from experiments.tables.table import Table
+from model.errors import choose
+
+RECURRENT = ("s4", "s4d", "s5", "lru", "rwkv", "rglru", "mamba", "mamba2")
+
+
+def cross(archs: Sequence[str], tasks: Sequence[str], seeds: int, overrides: Mapping[str, Value]) -> list[RunSpec]:
+    """Every architecture on every synthetic task."""
+    return [
+        RunSpec(
+            f"configs/synthetic.py:task={task},arch={arch}",
+            {**overrides, "seed": seed},
+            {"arch": arch, "task": task},
+        )
+        for arch in archs
+        for task in tasks
+        for seed in range(seeds)
+    ]
+
+
+def quickstart(scale: str) -> list[RunSpec]:
+    archs = ("attention", "mqa", "s4d", "mamba", "hybrid")
+    tasks = ("mqar", "selective_copying", "induction")
+    smoke = {"steps": 20, "log_every": 5, "eval_every": 0, "eval_batches": 1, "optim.warmup": 5}
+    return cross(archs, tasks, seeds=2, overrides=choose("scale", scale, {"small": {}, "smoke": smoke}))
+
+
+def over_archs(config: str, archs: Sequence[str], seeds: Mapping[str, int], scale: str) -> list[RunSpec]:
+    """Every architecture in a config that takes `arch` and `size`."""
+    return [
+        RunSpec(f"configs/{config}.py:arch={arch},size={scale}", {"seed": seed}, {"arch": arch})
+        for arch in archs
+        for seed in range(choose("scale", scale, seeds))
+    ]
+
+
+def recall(scale: str) -> list[RunSpec]:
+    """Zoology's grid: architectures in several widths and at several rates, recalling several numbers of pairs."""
+    archs = ("attention", "s4d", "rwkv", "rglru", "mamba", "mamba2")
+    widths, pairs, rates, seeds = choose(
+        "scale",
+        scale,
+        {
+            "small": ((32, 64, 128), (4, 8, 16), (2e-3, 1e-2), 2),
+            "smoke": ((16, 32), (4,), (4e-3,), 1),
+            "paper": ((64, 128, 256, 512), (4, 8, 16, 64), (1e-4, 4.6e-4, 2.2e-3, 1e-2), 1),
+        },
+    )
+    return [
+        RunSpec(
+            f"configs/recall.py:arch={arch},width={width},pairs={k},size={scale}",
+            {"optim.lr": lr, "seed": seed},
+            {"arch": arch, "width": width, "pairs": k, "lr": lr},
+        )
+        for arch, width, k, lr, seed in product(archs, widths, pairs, rates, range(seeds))
+    ]
+
+
+TABLES = [
+    Table(
+        name="quickstart",
+        description="recall, copying and induction in five architectures",
+        runs=quickstart,
+        scales=("small", "smoke"),
+        by=("arch",),
+        across="task",
+        metric="test/accuracy",
+        published=lambda scale: published.QUICKSTART,
+    ),
+    Table(
+        name="selective_copying",
+        description="tokens scattered among noise, copied in order",
+        runs=partial(
+            over_archs, "selective_copying", ("attention", "lstm", *RECURRENT), {"small": 3, "smoke": 1, "paper": 3}
+        ),
+        scales=("small", "smoke", "paper"),
+        by=("arch",),
+        across=None,
+        metric="test/accuracy",
+        published=lambda scale: published.SELECTIVE_COPYING,
+    ),
+    Table(
+        name="induction_heads",
+        description="what followed this token last time, trained on short rows, tested on long",
+        runs=partial(
+            over_archs,
+            "induction_heads",
+            ("attention", "alibi", *RECURRENT, "hybrid"),
+            {"small": 3, "smoke": 1, "paper": 3},
+        ),
+        scales=("small", "smoke", "paper"),
+        by=("arch",),
+        across="length",
+        metric="test/accuracy",
+        published=published.induction_heads,
+    ),
+    Table(
+        name="recall",
+        description="associative recall by width and number of pairs, set against bytes of state",
+        runs=recall,
+        scales=("small", "smoke", "paper"),
+        by=("arch", "width"),
+        across="pairs",
+        metric="test/accuracy",
+        tuned=("lr",),
+        published=published.recall,
+        against="state_bytes",
+    ),
+]

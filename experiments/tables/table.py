@@ -1,0 +1,57 @@
+"""What a table is: a value, which runs fill it, how it is laid out, and what others have published."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from experiments.running.runs import RunSpec
+from experiments.tables.layout import Layout
+from experiments.tables.published import Quotes
+from model.errors import UserError, closest
+
+SCALES = {
+    "smoke": "minutes on a CPU; shows that everything runs, not who wins",
+    "small": "a small version of the question, on a laptop or one accelerator",
+    "paper": "the published setting",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    name: str
+    description: str  # one line
+    runs: Callable[[str], list[RunSpec]]  # scale -> runs
+    scales: tuple[str, ...]  # those it can be run at; the first is the default
+    by: tuple[str, ...]  # labels that name its lines
+    across: str | None  # label that names its columns
+    metric: str
+    tuned: tuple[str, ...] = ()  # labels of which each cell takes the best
+    published: Callable[[str], Quotes] = lambda scale: {}  # scale -> numbers
+    note: str = ""  # what others have published that is no number of this table's
+    against: str = ""  # a cost that the plot sets the metric against
+
+
+def choose_scale(table: Table, given: str | None) -> str:
+    """The scale asked for, or the table's first."""
+    if given is None or given in table.scales:
+        return given or table.scales[0]
+    allowed = f"{', '.join(table.scales)}{closest(given, table.scales)}"
+    raise UserError(f"table {table.name} has no scale {given!r}; choose from {allowed}")
+
+
+def layout(table: Table, scale: str) -> Layout:
+    """Lines and columns stand in the order of the table's runs."""
+    runs = table.runs(scale)
+    keys = dict.fromkeys(key for run in runs for key in run.labels)
+    order = {key: list(dict.fromkeys(run.labels[key] for run in runs if key in run.labels)) for key in keys}
+    title = f"{table.name}: {table.description}" + (f" (scale {scale})" if scale != table.scales[0] else "")
+    return Layout(
+        table.metric,
+        table.by,
+        table.across,
+        tuned=tuple(key for key in table.tuned if len(order[key]) > 1),
+        order=order,
+        published=table.published(scale),
+        title=title,
+        note=table.note,
+        against=table.against,
+    )

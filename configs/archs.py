@@ -1,4 +1,9 @@
-"""Named architectures: what each changes in the model section of a config."""
+"""Named architectures: what each changes in the model section of a config, and sizes at which they are matched.
+
+A comparison is fair at equal numbers of parameters: `use_matched` gives an architecture as many as `attention` has at
+that size, within 3 %, embeddings and head aside. Those with an MLP have it made wider or narrower; the others have more
+layers, or are wider.
+"""
 
 from ml_collections import ConfigDict
 
@@ -69,9 +74,55 @@ ARCHS = {
 }
 
 
+# Width and layers of `attention`, whose MLPs are SwiGLUs.
+SIZES = {
+    "tiny": dict(width=64, layers=2),
+    "small": dict(width=128, layers=4),
+    "medium": dict(width=256, layers=6),
+    "large": dict(width=512, layers=6),
+}
+MLP_WIDTHS = {
+    "attention": (184, 352, 704, 1376),
+    "alibi": (184, 352, 704, 1376),
+    "mqa": (216, 416, 832, 1632),
+    "window": (184, 352, 704, 1376),
+    "mla": (168, 384, 816, 1664),
+    "s4d": (184, 400, 832, 1680),
+    "s4": (136, 352, 784, 1632),
+    "s5": (184, 400, 832, 1680),
+    "lru": (184, 400, 832, 1680),
+    "b2s6": (168, 384, 816, 1664),
+    "rglru": (192, 368, 736, 1456),
+    "rwkv": (184, 352, 704, 1376),
+    "rwkv6": (120, 272, 576, 1168),
+    "hybrid": (144, 288, 592, 1168),
+    "jamba": (96, 224, 512, 1024),
+    "griffin": (192, 384, 768, 1520),
+    "samba": (144, 288, 592, 1168),
+    "gemma3": (184, 352, 704, 1376),
+}
+LAYERS_AND_WIDTHS = {  # of those without an MLP
+    "mamba": ((3, 66), (7, 128), (11, 256), (11, 512)),
+    "mamba2": ((3, 64), (7, 128), (11, 256), (10, 544)),
+    "lstm": ((2, 80), (6, 128), (9, 256), (9, 512)),
+    "gru": ((3, 76), (8, 128), (12, 256), (12, 512)),
+}
+MATCHED = {
+    **{arch: [dict(mlp_width=n) for n in widths] for arch, widths in MLP_WIDTHS.items()},
+    **{arch: [dict(layers=n, width=w) for n, w in found] for arch, found in LAYERS_AND_WIDTHS.items()},
+}
+
+
 def use(config: ConfigDict, arch: str) -> None:
     """Writes a named architecture into a config's model section."""
     config.model.update(choose("arch", arch, ARCHS))
+
+
+def use_matched(config: ConfigDict, arch: str, size: str) -> None:
+    """The same, with as many parameters as the others have at that size."""
+    shape = choose("size", size, SIZES)
+    use(config, arch)
+    config.model.update(shape | choose("arch", arch, MATCHED)[list(SIZES).index(size)])
 
 
 def use_bare(config: ConfigDict, arch: str, width: int = 64) -> None:

@@ -28,7 +28,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PreparedSet:
     name: str
     arrays: Mapping[str, np.ndarray]  # mapped, read only

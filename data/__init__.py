@@ -6,10 +6,12 @@ from typing import Any
 
 from data.adding import Adding
 from data.dates import Dates
+from data.imdb import Imdb
 from data.induction import Induction
 from data.listops import ListOps
 from data.matching import Matching
 from data.mqar import Mqar
+from data.pixels import LraImage, PermutedMnist, SequentialCifar, SequentialFashion, SequentialMnist
 from data.running_sum import RunningSum
 from data.selective_copying import SelectiveCopying
 from data.shape_questions import ShapeQuestions
@@ -36,6 +38,12 @@ TASKS: dict[str, type[Task]] = {
     "sort": Sort,
     "dates": Dates,
     "translate": Translate,
+    "smnist": SequentialMnist,
+    "psmnist": PermutedMnist,
+    "sfashion": SequentialFashion,
+    "scifar": SequentialCifar,
+    "image": LraImage,
+    "imdb": Imdb,
 }
 
 __all__ = ["SPLITS", "TASKS", "Task", "build"]

@@ -13,6 +13,7 @@ import numpy as np
 
 from data.kept import Blocks, FixedSets
 from data.rng import Stream
+from data.stored import Stored
 from data.task import Example, Task
 from model.errors import UserError
 
@@ -86,6 +87,8 @@ def shuffled(seed: int, order: int, n: int, epoch: int) -> np.ndarray:
 
 def fixed(task: Task, seed: int, split: str, place: np.ndarray) -> Example:
     """Examples `place` [B] of a finite split."""
+    if isinstance(task, Stored):
+        return task.rows(split, place)
 
     def make(first: int) -> Example:
         return task.examples(split, first, Stream(seed, split).at(first))

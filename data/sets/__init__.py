@@ -1,0 +1,9 @@
+"""Published sets, a file each: their addresses, checksums and formats."""
+
+from data.sets.cifar10 import CIFAR10
+from data.sets.enwik8 import ENWIK8
+from data.sets.idx import FASHION_MNIST, MNIST
+from data.sets.imdb import IMDB
+from data.sets.release import Release
+
+SETS: dict[str, Release] = {one.name: one for one in (MNIST, FASHION_MNIST, CIFAR10, IMDB, ENWIK8)}

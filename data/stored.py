@@ -1,0 +1,49 @@
+"""Tasks whose examples lie on disk, in a set that `python -m data.prepare` has made."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from data.prepared import PreparedSet, open_set
+from data.task import Example, Task
+from model.settings import Name
+
+
+@dataclass(frozen=True)
+class Stored(Task):
+    """Any rows of a split can be had at once, so nothing of them is kept in memory besides.
+
+    The seed changes nothing: examples are what they are. It still shuffles the epochs.
+    """
+
+    root: Name = "downloads"  # the folder given to data.prepare
+
+    @property
+    def set_name(self) -> str:
+        """The prepared set."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def stored(self) -> PreparedSet:
+        return open_set(self.root, self.set_name)
+
+    def check(self) -> None:
+        assert self.stored  # one that is not there is said before anything is built
+
+    def rows(self, split: str, places: np.ndarray) -> Example:
+        """Examples `places` [B] of a split, stacked: what such a task defines."""
+        raise NotImplementedError
+
+    def examples(self, split: str, index: int, rng: np.random.Generator) -> Example:
+        return self.rows(split, np.arange(index, index + self.block))
+
+    def parameters(self) -> dict[str, Any]:
+        """Where the bytes lie does not matter, only which they are."""
+        return {key: value for key, value in dataclasses.asdict(self).items() if key != "root"}
+
+    def content(self) -> Iterable[bytes]:
+        return (self.stored.digest.encode(),)

@@ -10,6 +10,7 @@ from data.induction import Induction
 from data.listops import ListOps
 from data.matching import Matching
 from data.mqar import Mqar
+from data.pathfinder import Pathfinder
 from data.running_sum import RunningSum
 from data.selective_copying import SelectiveCopying
 from data.shape_questions import ShapeQuestions
@@ -36,6 +37,7 @@ TASKS: dict[str, type[Task]] = {
     "sort": Sort,
     "dates": Dates,
     "translate": Translate,
+    "pathfinder": Pathfinder,
 }
 
 __all__ = ["SPLITS", "TASKS", "Task", "build"]

@@ -87,7 +87,7 @@ def shuffled(seed: int, order: int, n: int, epoch: int) -> np.ndarray:
 
 def fixed(task: Task, seed: int, split: str, place: np.ndarray) -> Example:
     """Examples `place` [B] of a finite split."""
-    if isinstance(task, Stored):
+    if isinstance(task, Stored) and task.on_disk:
         return task.rows(split, place)
 
     def make(first: int) -> Example:

@@ -11,6 +11,7 @@ from data.listops import ListOps
 from data.matching import Matching
 from data.mqar import Mqar
 from data.pathfinder import Pathfinder
+from data.retrieval import Aan, WikiLinks
 from data.running_sum import RunningSum
 from data.selective_copying import SelectiveCopying
 from data.shape_questions import ShapeQuestions
@@ -38,6 +39,8 @@ TASKS: dict[str, type[Task]] = {
     "dates": Dates,
     "translate": Translate,
     "pathfinder": Pathfinder,
+    "aan": Aan,
+    "wiki_links": WikiLinks,
 }
 
 __all__ = ["SPLITS", "TASKS", "Task", "build"]

@@ -14,7 +14,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -103,54 +103,50 @@ def sha256(array: np.ndarray, step: int = 1 << 24) -> str:
 
 
 class Writer:
-    """Takes the arrays of a new set, in one piece or as they come."""
+    """Takes the arrays of a new set: whole, a part after another, or in any order."""
 
     def __init__(self, place: Path):
         self.place = place
         self.notes: list[str] = []
-        self._arrays: dict[str, tuple[np.dtype, tuple[int, ...]]] = {}
+        self.filled: dict[str, np.ndarray] = {}
+        self._growing: dict[str, Growing] = {}
+        self._facts: dict[str, dict[str, Any]] = {}
 
     def note(self, line: str) -> None:
         """Says what is not as one may expect it; the command prints it, and the set keeps it."""
         self.notes.append(line)
 
-    def array(self, name: str, values: np.ndarray) -> None:
-        self.rows(name, [values], values.dtype, values.shape[1:])
+    def append(self, name: str, part: np.ndarray) -> None:
+        """Adds rows to an array, of which nothing is held in memory."""
+        if name not in self._growing:
+            self._growing[name] = Growing(self._path(name), part.dtype, part.shape[1:])
+        self._growing[name].append(part)
 
-    def rows(self, name: str, parts: Iterable[np.ndarray], dtype: np.typing.DTypeLike, shape: tuple[int, ...]) -> None:
-        """Parts [n, *shape] one after another, of which nothing is held."""
-        dtype, n = np.dtype(dtype), 0
-        with open(self.place / f"{name}.npy", "xb") as file:
-            start = _header(file, dtype, (0, *shape))
-            for part in parts:
-                assert part.dtype == dtype and part.shape[1:] == shape, (name, part.dtype, part.shape)
-                file.write(np.ascontiguousarray(part).data)
-                n += len(part)
-            file.seek(0)
-            # NumPy leaves room in a header for as many rows as there may be.
-            assert _header(file, dtype, (n, *shape)) == start
-            file.flush()
-            os.fsync(file.fileno())
-        self._arrays[name] = dtype, (n, *shape)
+    def fill(self, name: str, dtype: np.typing.DTypeLike, shape: tuple[int, ...]) -> None:
+        """Opens `filled[name]`, an array to be written in any order."""
+        self.filled[name] = np.lib.format.open_memmap(self._path(name), "w+", np.dtype(dtype), shape)
 
-    @contextlib.contextmanager
-    def filled(self, name: str, dtype: np.typing.DTypeLike, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
-        """A mapped array to be written in any order."""
-        mapped = np.lib.format.open_memmap(self.place / f"{name}.npy", "w+", np.dtype(dtype), shape)
-        yield mapped
-        mapped.flush()
-        self._arrays[name] = np.dtype(dtype), shape
+    def _path(self, name: str) -> Path:
+        return self.place / f"{name}.npy"
+
+    def close(self) -> None:
+        while self._growing:
+            self._growing.popitem()[1].close()
+        while self.filled:
+            self.filled.popitem()[1].flush()
 
     def facts(self) -> dict[str, dict[str, Any]]:
-        """What the manifest says of each array, read back from the disk."""
-        found = {}
-        for name, (dtype, shape) in sorted(self._arrays.items()):
-            mapped = np.load(self.place / f"{name}.npy", mmap_mode="r", allow_pickle=False)
-            assert (mapped.dtype, mapped.shape) == (dtype, shape)
-            found[name] = {"dtype": dtype.str, "shape": list(shape), "sha256": sha256(mapped)}
-        return found
+        """What the manifest says of each array, read back from the disk; no array is written to any more."""
+        self.close()
+        for path in sorted(self.place.glob("*.npy")):
+            if path.stem not in self._facts:
+                mapped = np.load(path, mmap_mode="r", allow_pickle=False)
+                fact = {"dtype": mapped.dtype.str, "shape": list(mapped.shape), "sha256": sha256(mapped)}
+                self._facts[path.stem] = fact
+        return self._facts
 
     def finish(self, name: str) -> None:
+        """Writes the manifest, with which the set is one."""
         manifest = {"format": FORMAT, "name": name, "arrays": self.facts(), "notes": self.notes}
         with open(self.place / MANIFEST, "x", encoding="utf-8") as file:
             json.dump(manifest, file, indent=1)
@@ -159,11 +155,30 @@ class Writer:
         _sync(self.place)
 
 
-def _header(file: Any, dtype: np.dtype, shape: tuple[int, ...]) -> int:
-    np.lib.format.write_array_header_1_0(
-        file, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    )
-    return file.tell()
+class Growing:
+    """A `.npy` file whose number of rows is known at the end; NumPy leaves room in the header for it."""
+
+    def __init__(self, path: Path, dtype: np.dtype, shape: tuple[int, ...]):
+        self.file = open(path, "xb")  # noqa: SIM115
+        self.dtype, self.shape, self.n = dtype, shape, 0
+        self.start = self._header()
+
+    def append(self, part: np.ndarray) -> None:
+        assert (part.dtype, part.shape[1:]) == (self.dtype, self.shape), (part.dtype, part.shape)
+        self.file.write(np.ascontiguousarray(part).data)
+        self.n += len(part)
+
+    def close(self) -> None:
+        self.file.seek(0)
+        assert self._header() == self.start
+        self.file.flush()
+        os.fsync(self.file.fileno())
+        self.file.close()
+
+    def _header(self) -> int:
+        facts = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.n, *self.shape)}
+        np.lib.format.write_array_header_1_0(self.file, facts)
+        return self.file.tell()
 
 
 def _sync(place: Path) -> None:
@@ -196,8 +211,9 @@ def writing(root: str | Path, name: str) -> Iterator[Writer]:
         try:
             part.mkdir()
             writer = Writer(part)
-            yield writer
-            writer.finish(name)
+            with contextlib.closing(writer):
+                yield writer
+                writer.finish(name)
             shutil.rmtree(old, ignore_errors=True)
             if place.exists():
                 os.replace(place, old)

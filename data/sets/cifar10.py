@@ -32,8 +32,8 @@ def convert(files: Files, writer: Writer) -> None:
         if records[:, 0].max(initial=0) >= CLASSES:
             raise UserError(f"{files.where} has {split} labels past {CLASSES - 1}")
         planes = records[:, 1:].reshape(-1, 3, SIDE, SIDE)
-        writer.array(f"{split}_images", np.ascontiguousarray(planes.transpose(0, 2, 3, 1)))
-        writer.array(f"{split}_labels", records[:, 0])
+        writer.append(f"{split}_images", np.ascontiguousarray(planes.transpose(0, 2, 3, 1)))
+        writer.append(f"{split}_labels", records[:, 0])
 
 
 CIFAR10 = Release(

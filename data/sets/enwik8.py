@@ -1,25 +1,19 @@
 """The first 10^8 bytes of Wikipedia as of 3 March 2006 (http://mattmahoney.net/dc/textdata.html)."""
 
-from collections.abc import Iterator
-
 import numpy as np
 
 from data.prepared import Writer
-from data.sets.reading import Entry, Files
+from data.sets.reading import Files
 from data.sets.release import Download, Release
 from model.errors import UserError
 
 
 def convert(files: Files, writer: Writer) -> None:
     for _, entry in files.matching("enwik8"):
-        writer.rows("bytes", pieces(entry), np.uint8, ())
+        while piece := entry.stream.read(1 << 22):
+            writer.append("bytes", np.frombuffer(piece, np.uint8))
         return
     raise UserError(f"enwik8 is not in {files.where}")
-
-
-def pieces(entry: Entry, size: int = 1 << 22) -> Iterator[np.ndarray]:
-    while piece := entry.stream.read(size):
-        yield np.frombuffer(piece, np.uint8)
 
 
 ENWIK8 = Release(

@@ -34,7 +34,7 @@ def convert(files: Files, writer: Writer) -> None:
             raise UserError(f"{name} has images of {sides} pixels; those of this set have {SIDE} x {SIDE}")
         if array.endswith("labels") and (found[array].ndim != 1 or found[array].max(initial=0) >= CLASSES):
             raise UserError(f"{name} has labels other than one of {CLASSES} an image")
-        writer.array(array, found[array])
+        writer.append(array, found[array])
     for split in ("train", "test"):
         images, labels = len(found[f"{split}_images"]), len(found[f"{split}_labels"])
         if images != labels:

@@ -13,6 +13,7 @@ import numpy as np
 from data.prepared import Writer
 from data.sets.reading import Files
 from data.sets.release import Download, Release
+from data.sets.tables import Texts
 from model.errors import UserError
 
 LABELS = {"neg": 0, "pos": 1}
@@ -28,10 +29,11 @@ def convert(files: Files, writer: Writer) -> None:
         if not found:
             raise UserError(f"{files.where} has no {split}/pos/*.txt and {split}/neg/*.txt")
         found.sort()
-        texts = [text for _, _, text in found]
-        writer.array(f"{split}_text", np.frombuffer(b"".join(texts), np.uint8))
-        writer.array(f"{split}_starts", np.cumsum([0, *map(len, texts)], dtype=np.int64))
-        writer.array(f"{split}_labels", np.array([label for _, label, _ in found], np.uint8))
+        texts = Texts(writer, f"{split}_text", f"{split}_starts")
+        for _, _, text in found:
+            texts.append(text)
+        texts.finish()
+        writer.append(f"{split}_labels", np.array([label for _, label, _ in found], np.uint8))
 
 
 IMDB = Release(

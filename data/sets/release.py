@@ -38,3 +38,4 @@ class Release:
     convert: Convert
     sha256: Mapping[str, str] = field(default_factory=dict)  # array -> of its bytes
     rows: Mapping[str, int] = field(default_factory=dict)  # array -> rows
+    passes: int = 1  # times that its files are read

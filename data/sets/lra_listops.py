@@ -1,0 +1,49 @@
+"""ListOps as Long Range Arena released it: expressions of MIN, MAX, MED and SM over digits, and their values."""
+
+import numpy as np
+
+from data.listops import CLOSE, MIN, TOKENS
+from data.prepared import Writer
+from data.sets.lra import archive
+from data.sets.reading import Files
+from data.sets.release import Release
+from data.sets.tables import Texts, columns, each, rows
+
+SPLITS = {"train": "train", "val": "validation", "test": "test"}
+IDS = {token.encode(): i for i, token in enumerate(TOKENS)}
+
+
+def parse(cells: list[bytes]) -> tuple[np.ndarray, int]:
+    """Token ids and the value. Parentheses are the binary form's, and say nothing that the brackets do not."""
+    source, target = columns(cells, 2)
+    words = source.translate(None, b"()").split()
+    unknown = next((word for word in words if word not in IDS or word == b"<pad>"), None)
+    if unknown is not None:
+        raise ValueError(f"it has {unknown[:20]!r}, which is no token; tokens are {' '.join(TOKENS[1:])}")
+    ids = np.fromiter(map(IDS.__getitem__, words), np.uint8, len(words))
+    depth = np.cumsum(np.where(ids == CLOSE, -1, ids >= MIN))
+    if not len(ids) or depth[-1] != 0 or (depth[:-1] < 1).any():
+        raise ValueError("its brackets do not make one expression")
+    if len(target) != 1 or not target.isdigit():
+        raise ValueError(f"its value is {target[:20]!r}, not a digit")
+    return ids, int(target)
+
+
+def convert(files: Files, writer: Writer) -> None:
+    for name, entry in each(files, r"basic_(train|val|test)\.tsv", tuple(SPLITS)):
+        split, values = SPLITS[name], []
+        tokens = Texts(writer, f"{split}_tokens", f"{split}_starts")
+        for ids, value in rows(entry, parse, header=b"Source\tTarget"):
+            tokens.append(ids)
+            values.append(value)
+        tokens.finish()
+        writer.append(f"{split}_values", np.array(values, np.uint8))
+
+
+LISTOPS = Release(
+    "lra_listops",
+    "ListOps of Long Range Arena, 96,000, 2,000 and 2,000 expressions.",
+    (archive("listops-1000"),),
+    convert,
+    rows={"train_values": 96_000, "validation_values": 2000, "test_values": 2000},
+)

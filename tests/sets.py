@@ -1,0 +1,120 @@
+"""Published sets in small: files as the releases have them, and prepared sets for the tasks that read them."""
+
+import gzip
+import io
+import struct
+import tarfile
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from data.prepared import writing
+
+RNG = np.random.default_rng(7)
+
+
+def idx(array: np.ndarray) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape) + array.tobytes()
+
+
+def digits(n: int, side: int = 28) -> dict[str, bytes]:
+    """The four files of MNIST, with n training images and half as many to test."""
+    files = {}
+    for part, count in (("train", n), ("t10k", n // 2)):
+        files[f"{part}-images-idx3-ubyte"] = idx(RNG.integers(256, size=(count, side, side), dtype=np.uint8))
+        files[f"{part}-labels-idx1-ubyte"] = idx((np.arange(count) % 10).astype(np.uint8))
+    return files
+
+
+def photographs(n: int) -> dict[str, bytes]:
+    """The six files of CIFAR-10's binary release, of n records each."""
+    names = [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
+    records = RNG.integers(256, size=(len(names), n, 3073), dtype=np.uint8)
+    records[:, :, 0] %= 10
+    return {f"cifar-10-batches-bin/{name}": one.tobytes() for name, one in zip(names, records, strict=True)}
+
+
+def reviews(n: int) -> dict[str, bytes]:
+    """The folders of the movie reviews, n in each."""
+    return {
+        f"aclImdb/{split}/{label}/{i}_{stars}.txt": f"{split} {label} {i} café {'x' * i}".encode()
+        for split in ("train", "test")
+        for label, stars in (("pos", 8), ("neg", 2))
+        for i in range(n)
+    }
+
+
+def expressions(n: int) -> dict[str, bytes]:
+    """The three tables of ListOps, n rows each, all different."""
+    files = {}
+    for s, split in enumerate(("train", "val", "test")):
+        rows = [f"( ( ( ( [MAX {s} ) ( ( ( [SM {i // 10} ) 1 ) ] ) ) {i % 10} ) ] )" for i in range(n)]
+        lines = [f"{row}\t{max(s, (i // 10 + 1) % 10, i % 10)}" for i, row in enumerate(rows)]
+        files[f"listops-1000/basic_{split}.tsv"] = "\n".join(["Source\tTarget", *lines, ""]).encode()
+    return files
+
+
+def papers(n: int) -> dict[str, bytes]:
+    return {
+        f"tsv_data/new_aan_pairs.{split}.tsv": "".join(
+            f"{i % 2}.0\t{i}\tP{i}\tfirst {split} {i}\tsecond {'y' * i}\n" for i in range(n)
+        ).encode()
+        for split in ("train", "eval", "test")
+    }
+
+
+def png(array: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(array).save(file, "PNG")
+    return file.getvalue()
+
+
+def curves(n: int, side: int = 32) -> dict[str, bytes]:
+    """Pathfinder's folders: three difficulties of two folders of n pictures."""
+    files = {}
+    for difficulty in ("curv_baseline", "curv_contour_length_9", "curv_contour_length_14"):
+        for k in (10, 9):  # numbers, and not text, are in order
+            top, rows = f"pathfinder{side}/{difficulty}", []
+            for i in range(n):
+                files[f"{top}/imgs/{k}/sample_{i}.png"] = png(RNG.integers(256, size=(side, side), dtype=np.uint8))
+                rows.append(f"imgs/{k} sample_{i}.png {i} {(i + k) % 2} 1.8 14 4 2 0.5 1 1")
+            files[f"{top}/metadata/{k}.npy"] = "\n".join([*rows, ""]).encode()
+    return files
+
+
+def put(root: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+
+
+def gz(root: Path, files: Mapping[str, bytes]) -> None:
+    put(root, {f"{name}.gz": gzip.compress(content) for name, content in files.items()})
+
+
+def tar(path: Path, files: Mapping[str, bytes], **links: str) -> None:
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+        for name, target in links.items():
+            member = tarfile.TarInfo(name)
+            member.type, member.linkname = tarfile.SYMTYPE, target
+            archive.addfile(member)
+
+
+def zipped(path: Path, files: Mapping[str, bytes]) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+
+
+def ready(root: Path, name: str, **arrays: np.ndarray) -> None:
+    """A prepared set of these arrays."""
+    with writing(root, name) as writer:
+        for key, array in arrays.items():
+            writer.append(key, array)

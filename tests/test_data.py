@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+from typing import Literal, get_origin
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from data.pipeline import Batch, batch_at, eval_batches, gather, stream
 from data.rng import Stream, distinct
 from model.asked import Vectors
 from model.errors import UserError
+from tests.sets import ready
+from tests.stores import stores
 
 SHORT_LISTOPS = {"length": 100, "max_depth": 6, "min_length": 10, "max_length": 100}
 SECTIONS = {
@@ -29,13 +32,30 @@ SECTIONS = {
     "sort": {"length": 9, "min_length": 6},
     "dates": {},
     "translate": {"length": 12, "nouns": 5, "verbs": 3, "adjectives": 2},
+    "pathfinder": {"difficulty": "easy", "n_train": 70, "n_validation": 30, "n_test": 30},
+    "aan": {"length": 30},
+    "wiki_links": {"length": 30},
 }
 
 
+# Of fields that are no numbers, and of those that are one of a few, another value.
+OTHERWISE = {"side": 64, "protocol": "s4", "difficulty": "intermediate"}
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    """Where small sets are prepared."""
+    root = tmp_path_factory.mktemp("root")
+    for name, arrays in stores().items():
+        ready(root, name, **arrays)
+    return root
+
+
 @pytest.fixture(params=TASKS)
-def task(request, book) -> Task:
-    path = {"path": str(book)} if request.param == "text" else {}
-    return build(request.param, SECTIONS[request.param] | path)
+def task(request, book, root) -> Task:
+    lies = {"path": str(book), "root": str(root)}
+    lies = {field.name: lies[field.name] for field in dataclasses.fields(TASKS[request.param]) if field.name in lies}
+    return build(request.param, SECTIONS[request.param] | lies)
 
 
 def examples(task: Task, split: str, n: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
@@ -153,13 +173,15 @@ def test_fingerprint_changes_with_anything_that_changes_the_data(task, monkeypat
     changes = 2
     for field in dataclasses.fields(task):
         value = getattr(task, field.name)
-        if field.name in ("path", "random_fillers"):
+        if field.name in ("path", "root", "source", "random_fillers"):
             continue
         if task.name == "listops":  # room for larger trees, smaller bounds
             step = {"length": 8, "min_length": -1, "max_length": -1}.get(field.name, 1)
         else:
             step = -0.01 if isinstance(value, float) and value > 0.01 else 0.5 if value == 0.01 else 2
-        prints.add(dataclasses.replace(task, **{field.name: value + step}).fingerprint(0))
+        few = get_origin(field.type) is Literal
+        other = OTHERWISE[field.name] if few or isinstance(value, str | tuple) else value + step
+        prints.add(dataclasses.replace(task, **{field.name: other}).fingerprint(0))
         changes += 1
     assert len(prints) == changes
     made = type(task).examples

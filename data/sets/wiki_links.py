@@ -142,4 +142,14 @@ WIKI_LINKS = Release(
     "Pairs of Wikipedia articles of enwik8, half of which link to each other.",
     ENWIK8.downloads,
     convert,
+    {
+        "starts": "98fa480009cf9d0912974dacdc580b0ca60b2f289fed68185fb3ec35e86f74f2",
+        "test_labels": "640dd05878bd0a9f648b82d268aa97871a437db665aa21412ea601f852dd4912",
+        "test_pairs": "2bd57517f2ab92eddad72c65f2a856c00d7aeeb20ba8696afcc0df15eb7578ee",
+        "text": "7a35c9d432fa3432c877d2e7a9c2fbca36bd663d2b8c4ecd51f5d55dfbd3a6a5",
+        "train_labels": "f49c3b33eb90dbc22b7e42f017bde615a507b1095d1231b0eecbe5cef4bb9279",
+        "train_pairs": "fe5d13c4a4d4dfebb80b47bc9021790c2ad520fe5e6536d40b94c59a62a693a0",
+        "validation_labels": "0316395d145f569ba08bae5bf7f3b6103b996a37ef40dcc0eef0ef672e5f8df3",
+        "validation_pairs": "aa04c45bea4b587a2a4ac96ecaa9a1a2905ae7d6b6009d920030665073ddb654",
+    },
 )

@@ -6,8 +6,9 @@ for each pixel. A paddle may end where, on a circle about the pivot before it, t
 likelier it does; three ends are tried. A snake does not keep clear of its own last paddle, on which the next one
 follows.
 
-The published generator lets some more pass, and so does this one: the long snakes do not keep clear of each other's
-last paddles, nor the first one's second paddle of the second one's first; nor do distractors of the first one's last.
+The published generator lets some more pass, and so does this one: a long snake keeps clear of all of the other one but
+its newest paddle; distractors keep clear of all but the first long snake's last paddle, and their own first paddles lie
+a pixel off where they were seen to fit.
 """
 
 from typing import NamedTuple

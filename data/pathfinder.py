@@ -75,8 +75,10 @@ class Pathfinder(Stored):
 
     @property
     def block(self) -> int:
-        """The law makes many small images faster together; large ones are few, and not all of a set can be kept."""
-        return 64 if self.source == "law" and self.side == 32 else 1
+        """Images are made faster together. Of sets of large ones, which are not kept, each is made by itself."""
+        if self.on_disk:
+            return 1
+        return 64 if self.side == 32 else 1 if self.n_train else 8
 
     @property
     def on_disk(self) -> bool:
@@ -126,6 +128,12 @@ class Pathfinder(Stored):
             "targets": labels.astype(np.int32),
             "weights": np.ones(len(images), np.float32),
         }
+
+    def packed(self, made: Example) -> Example:
+        return made if self.protocol == "lra" else made | {"inputs": PIXELS.searchsorted(made["inputs"])}
+
+    def unpacked(self, kept: Example) -> Example:
+        return kept if self.protocol == "lra" else kept | {"inputs": PIXELS[kept["inputs"]]}
 
     @property
     def attributes(self) -> dict[str, tuple[str, ...]]:

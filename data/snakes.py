@@ -21,7 +21,7 @@ TRIES = 3  # of a paddle's end, and of a seed
 DISTRACTOR_TRIES = 5
 DEAD_END = FULL * ONE // 10_000  # ends that weigh less than this in all are none
 LEAST_FREE = 0.01  # of all pixels, for a distractor to be begun
-SLOTS = {32: 512, 64: 256, 128: 128, 256: 48}  # attempts at two long snakes that are made side by side
+SLOTS = {32: 512, 64: 256, 128: 64, 256: 16}  # attempts at two long snakes that are made side by side
 
 
 class Canvas(NamedTuple):

@@ -10,7 +10,7 @@ from data.pipeline import gather
 
 # Task -> (its section, the digest of its training split with seed 0).
 DIGESTS = {
-    "pathfinder": ({}, ""),
+    "pathfinder": ({}, "747b3461b45a331e4228a6a415de0239e45f3f570a43677de91dce9a94d70ae5"),
 }
 
 

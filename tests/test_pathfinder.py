@@ -6,7 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from data import build
+from data import build, pipeline
+from data.kept import FixedSets
 from data.paddles import (
     DEGREES,
     LAWS,
@@ -272,6 +273,17 @@ def test_protocols_show_the_same_pixels_and_none_is_padding():
     np.testing.assert_allclose(reals["inputs"][..., 0], (levels["inputs"] / 255 - 0.5) / 0.5, atol=1e-6)
     assert not {"segments", "at"} & {*levels, *reals} and (levels["inputs"] == 0).mean() > 0.3
     assert same({k: v for k, v in levels.items() if k != "inputs"}, {k: v for k, v in reals.items() if k != "inputs"})
+
+
+def test_real_pixels_are_kept_as_bytes_and_come_back_bit_for_bit(monkeypatch):
+    monkeypatch.setattr(pipeline, "FIXED", FixedSets(1 << 20))
+    task, places = (
+        build("pathfinder", {"protocol": "s4", "difficulty": "easy", "n_train": 128}),
+        np.array([3, 90, 3, 7]),
+    )
+    for _ in range(2):
+        assert same(pipeline.fixed(task, 0, "train", places), pipeline.gather(task, 0, "train", 0, places, places))
+    assert 128 * 1024 <= pipeline.FIXED.bytes < 1.1 * 128 * 1024
 
 
 @pytest.mark.quick

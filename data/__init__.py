@@ -11,7 +11,9 @@ from data.induction import Induction
 from data.listops import ListOps
 from data.matching import Matching
 from data.mqar import Mqar
+from data.pathfinder import Pathfinder
 from data.pixels import LraImage, PermutedMnist, SequentialCifar, SequentialFashion, SequentialMnist
+from data.retrieval import Aan, WikiLinks
 from data.running_sum import RunningSum
 from data.selective_copying import SelectiveCopying
 from data.shape_questions import ShapeQuestions
@@ -44,6 +46,9 @@ TASKS: dict[str, type[Task]] = {
     "scifar": SequentialCifar,
     "image": LraImage,
     "imdb": Imdb,
+    "pathfinder": Pathfinder,
+    "aan": Aan,
+    "wiki_links": WikiLinks,
 }
 
 __all__ = ["SPLITS", "TASKS", "Task", "build"]

@@ -87,14 +87,14 @@ def shuffled(seed: int, order: int, n: int, epoch: int) -> np.ndarray:
 
 def fixed(task: Task, seed: int, split: str, place: np.ndarray) -> Example:
     """Examples `place` [B] of a finite split."""
-    if isinstance(task, Stored):
+    if isinstance(task, Stored) and task.on_disk:
         return task.rows(split, place)
 
     def make(first: int) -> Example:
-        return task.examples(split, first, Stream(seed, split).at(first))
+        return task.packed(task.examples(split, first, Stream(seed, split).at(first)))
 
     found = FIXED.rows((task, seed, split), task.size(split), task.block, make, place)
-    return gather(task, seed, split, 0, place, place) if found is None else found
+    return gather(task, seed, split, 0, place, place) if found is None else task.unpacked(found)
 
 
 def gather(task: Task, seed: int, split: str, order: int, index: np.ndarray, place: np.ndarray) -> Example:

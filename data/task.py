@@ -103,6 +103,13 @@ class Task:
         """One example: what a task defines that makes them one at a time."""
         raise NotImplementedError
 
+    def packed(self, made: Example) -> Example:
+        """Examples as they are kept in memory, if they take less room so; `unpacked` gives every bit back."""
+        return made
+
+    def unpacked(self, kept: Example) -> Example:
+        return kept
+
     @property
     def attributes(self) -> dict[str, tuple[str, ...]]:
         """Names of the attributes accuracy is sliced by -> labels of their bins."""

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
 import numpy as np
 import pytest
@@ -13,6 +13,8 @@ from data.rng import Stream, distinct
 from data.stored import Stored
 from model.asked import Vectors
 from model.errors import UserError
+from tests.sets import ready
+from tests.stores import stores
 
 SHORT_LISTOPS = {"length": 100, "max_depth": 6, "min_length": 10, "max_length": 100}
 SECTIONS = {
@@ -37,15 +39,25 @@ SECTIONS = {
     "scifar": {"n_validation": 21},
     "image": {"n_validation": 21},
     "imdb": {"length": 64, "n_validation": 21},
+    "pathfinder": {"difficulty": "easy", "n_train": 70, "n_validation": 30, "n_test": 30},
+    "aan": {"length": 30},
+    "wiki_links": {"length": 30},
 }
 
 
+@pytest.fixture(scope="session")
+def root(sets_root):
+    """Where small sets are prepared."""
+    for name, arrays in stores().items():
+        ready(sets_root, name, **arrays)
+    return sets_root
+
+
 @pytest.fixture(params=TASKS)
-def task(request, book, sets_root) -> Task:
-    path = {"path": str(book)} if request.param == "text" else {}
-    if issubclass(TASKS[request.param], Stored):
-        path = {"root": str(sets_root)}
-    return build(request.param, SECTIONS[request.param] | path)
+def task(request, book, root) -> Task:
+    lies = {"path": str(book), "root": str(root)}
+    lies = {field.name: lies[field.name] for field in dataclasses.fields(TASKS[request.param]) if field.name in lies}
+    return build(request.param, SECTIONS[request.param] | lies)
 
 
 def examples(task: Task, split: str, n: int, seed: int = 0) -> list[dict[str, np.ndarray]]:
@@ -163,17 +175,16 @@ def test_fingerprint_changes_with_anything_that_changes_the_data(task, monkeypat
     changes = 2
     for field in dataclasses.fields(task):
         value = getattr(task, field.name)
-        if field.name in ("path", "random_fillers", "root", "source"):
+        if field.name in ("path", "root", "source", "random_fillers"):
             continue
-        if isinstance(value, str):
-            other = next(name for name in get_args(field.type) if name != value)
-            value, step = "", other
-        elif task.name == "listops":  # room for larger trees, smaller bounds
+        if task.name == "listops":  # room for larger trees, smaller bounds
             step = {"length": 8, "min_length": -1, "max_length": -1}.get(field.name, 1)
         else:
             step = -0.01 if isinstance(value, float) and value > 0.01 else 0.5 if value == 0.01 else 2
+        one_of = get_args(field.type) if get_origin(field.type) is Literal else ()
+        other = next(name for name in one_of if name != value) if one_of else value + step
         try:
-            prints.add(dataclasses.replace(task, **{field.name: value + step}).fingerprint(0))
+            prints.add(dataclasses.replace(task, **{field.name: other}).fingerprint(0))
         except UserError:
             assert (task.name, field.name) == ("scifar", "protocol"), "a token has no colours"
             continue

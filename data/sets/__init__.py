@@ -8,7 +8,8 @@ from data.sets.lra_aan import AAN
 from data.sets.lra_listops import LISTOPS
 from data.sets.lra_pathfinder import PATHFINDERS
 from data.sets.release import Release
+from data.sets.wiki_links import WIKI_LINKS
 
 SETS: dict[str, Release] = {
-    one.name: one for one in (MNIST, FASHION_MNIST, CIFAR10, IMDB, ENWIK8, LISTOPS, AAN, *PATHFINDERS)
+    one.name: one for one in (MNIST, FASHION_MNIST, CIFAR10, IMDB, ENWIK8, WIKI_LINKS, LISTOPS, AAN, *PATHFINDERS)
 }

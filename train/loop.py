@@ -127,7 +127,7 @@ def loop(
     best = checkpoints.best_score()
     reached = has_reached(scores, c)
     status, pending = "finished", None
-    tested: dict[str, Any] = {"targets": {}, "untested": {}, "tested_step": None}
+    tested: dict[str, Any] = {"targets": {}, "untested": {}, "test_at": c.test_at, "tested_step": None}
 
     with (
         MetricsLog(folder / "metrics.jsonl", step if restored is not None else None, c.tensorboard) as log,
@@ -191,7 +191,7 @@ def loop(
         found, targets = measure(run, final, "test")
         at_others, of_others, untested = at_lengths(lengths, final)
         scores = scores | found | at_others
-        tested = {"targets": targets | of_others, "untested": untested, "tested_step": at}
+        tested |= {"targets": targets | of_others, "untested": untested, "tested_step": at}
     checkpoints.wait()
     ended = {"status": status, "steps": step, "nonfinite": int(state.nonfinite), "metrics": scores, **tested}
     return finish(run, folder, clock, ended | {"changes": changes} | extra)

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from experiments.tables.layout import COSTS, Cell, Sheet, heading, plain, span
 
+TESTED = {"best": ["Tested at the step that validation chose"], "last": ["Tested at the last step"], "": []}
 SPREAD = "± is the sample standard deviation over seeds"
 
 
@@ -67,7 +68,7 @@ def arrange(sheet: Sheet) -> Arrangement:
     tuned = [_budget(sheet)] if layout.tuned else []
     lengths = ", ".join(map(str, sheet.trained))
     trained = [f"Trained at length {lengths}; blank: a length that the model cannot place"] if lengths else []
-    notes = [". ".join([scores, *tuned, *trained, *_targets(sheet), sheet.provenance]) + "."]
+    notes = [". ".join([scores, *tuned, *TESTED[sheet.tested], *trained, *_targets(sheet), sheet.provenance]) + "."]
     notes += [f"Mixed: {what}." for what in sheet.mixed]
     notes += [f"[{number}] {source}" for source, number in sources.items()]
     changed = {

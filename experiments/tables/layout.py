@@ -70,6 +70,7 @@ class Sheet:
     baselines: Mapping[str, tuple[tuple[float, float] | None, ...]]  # name -> lowest, highest per column
     provenance: str
     trained: tuple[int, ...] = ()  # lengths of training, where those of testing are shown
+    tested: str = ""  # at which step, where the rows say it and agree
     mixed: tuple[str, ...] = ()  # revisions and data that stand beside each other and should not
 
 
@@ -100,7 +101,9 @@ def sheet(rows: Sequence[Row], layout: Layout) -> Sheet:
         )
     trained = sorted({row["length"] for row in kept if "length" in row}) if lengths else ()
     baselines = _baselines(kept, columns, layout)
-    return Sheet(layout, columns, lines, baselines, _provenance(rows), tuple(trained), mixture(rows))
+    tested = {row.get("test_at") for row in kept if score(row, layout.metric) is not None}
+    at = tested.pop() if len(tested) == 1 else None
+    return Sheet(layout, columns, lines, baselines, _provenance(rows), tuple(trained), at or "", mixture(rows))
 
 
 def span(values: Iterable[float | None]) -> tuple[float, float] | None:

@@ -18,7 +18,10 @@ def mixture(rows: Sequence[Row]) -> tuple[str, ...]:
     Runs may ask for different data, as for longer rows, or another task. Those that asked for the same (of older rows
     only the task and the length are known) must have got the same.
     """
-    found = [_several("revisions of the code", _runs(rows, "+".join, revisions))]
+    found = [
+        _several("revisions of the code", _runs(rows, " then ".join, revisions)),
+        _several("choices of the step that is tested", _runs(rows, str, lambda row: row.get("test_at"))),
+    ]
     asked: dict[str, list[Row]] = {}
     for row in rows:
         if row.get("data_fingerprint"):
@@ -57,4 +60,6 @@ def _runs(rows: Sequence[Row], text: Callable[[Any], str], value: Callable[[Row]
 def _several(what: str, found: dict[str, set[str]]) -> str:
     if len(found) < 2:
         return ""
-    return f"{len(found)} {what}: " + ", ".join(f"{name} ({len(runs)} runs)" for name, runs in found.items())
+    return f"{len(found)} {what}: " + ", ".join(
+        f"{name} ({len(runs)} run{'s' if len(runs) > 1 else ''})" for name, runs in found.items()
+    )

@@ -325,7 +325,8 @@ def finish(run: Run, folder: Path, clock: Clock, ended: dict[str, Any]) -> dict[
         "state_bytes": run.model.state_bytes(run.task.length),
         "baselines": run.objective.baselines(),
     }
+    written = hosts.agree(lambda: write_json(folder / "result.json", result) or result)
     if jax.process_index() == 0:
         took = f"{ended['steps']} steps and {result['wall_s']:.1f} s"
         print(f"{ended['status']} after {took}, {waited:.1%} of which it waited for data")
-    return hosts.agree(lambda: write_json(folder / "result.json", result) or result)
+    return written

@@ -7,7 +7,7 @@ What makes one fair:
 - Same tuning budget: all are run on one grid of settings, and the validation split chooses, never the test split.
 - Same seeds: the mean and spread are over all of them; what failed is counted, at settings not chosen too.
 - Same test: of the step that validation chose (`test_at=best`) or of the last one; the table says which.
-- Same code: runs of several revisions, or of data made differently, share a table only if asked to, and it says so.
+- Same code: runs of several revisions, or of data made differently, share a table only by `--mixed`; it says so.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -48,16 +48,15 @@ def children(pid: int) -> list[int]:
 def interrupt(out: Path, done: int, how: str, rng: random.Random) -> None:
     """Lets the sweep finish some more runs, and ends it at a moment of no meaning."""
     sweep = start(out)
-    wait_until(lambda: len(finished(out)) >= done, 400)
+    wait_until(lambda: children(sweep.pid) and len(finished(out)) >= done, 400)
     time.sleep(rng.uniform(0, 2))
-    runs = children(sweep.pid)
-    os.killpg(sweep.pid, signal.SIGTERM if how == "asked to stop" else signal.SIGKILL)
+    runs, asked = children(sweep.pid), how == "asked to stop"
+    os.killpg(sweep.pid, signal.SIGTERM if asked else signal.SIGKILL)
     if how == "all killed":  # as when the machine goes down; else runs, which have sessions of their own, go on alone
         for pid in runs:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-    # One that is asked to stop before it has begun does not say so.
-    assert sweep.wait(120) in (-signal.SIGKILL, -signal.SIGTERM, 128 + signal.SIGTERM)
+    assert sweep.wait(120) == (128 + signal.SIGTERM if asked else -signal.SIGKILL)
 
 
 def lasting(out: Path) -> list[dict]:

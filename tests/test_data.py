@@ -15,10 +15,21 @@ from model.errors import UserError
 SHORT_LISTOPS = {"length": 100, "max_depth": 6, "min_length": 10, "max_length": 100}
 SECTIONS = {
     "mqar": {"length": 32, "vocab_size": 64, "n_pairs": 6, "min_pairs": 2, "random_fillers": True},
+    "mqar_mix": {"length": 32, "vocab_size": 64, "train": ((16, 2, 40), (32, 6, 30)), "test": ((16, 4), (32, 8))},
     "selective_copying": {"length": 40, "n_tokens": 5},
+    "copying": {"length": 40, "n_tokens": 5},
     "induction": {"length": 20},
+    "lookup": {"length": 60, "vocab_size": 30, "n_questions": 3, "digits": 2},
+    "delayed_recall": {"length": 33, "min_distance": 2},
+    "mad_recall": {"length": 32, "n_train": 70, "n_test": 20},
+    "mad_fuzzy_recall": {"length": 40, "n_train": 70, "n_test": 20},
+    "mad_noisy_recall": {"length": 32, "n_train": 70, "n_test": 20, "noise": 0.4},
+    "mad_selective_copying": {"length": 40, "n_tokens": 5, "n_train": 70, "n_test": 20},
+    "mad_compression": {"length": 20, "n_train": 70, "n_test": 20},
+    "mad_memorization": {"length": 20, "n_train": 70, "n_test": 20},
     "listops": SHORT_LISTOPS | {"n_train": 50, "n_validation": 21, "n_test": 10},
     "running_sum": {"length": 20, "modulus": 3},
+    "permutations": {"length": 20},
     "text": {"length": 16},
     "adding": {"length": 20},
     "shapes": {"side": 16},
@@ -30,6 +41,10 @@ SECTIONS = {
     "dates": {},
     "translate": {"length": 12, "nouns": 5, "verbs": 3, "adjectives": 2},
 }
+
+
+# Of fields that are no numbers, another value.
+OTHERWISE = {"group": "A5", "train": ((16, 2, 40),), "test": ((16, 4),)}
 
 
 @pytest.fixture(params=TASKS)
@@ -159,7 +174,8 @@ def test_fingerprint_changes_with_anything_that_changes_the_data(task, monkeypat
             step = {"length": 8, "min_length": -1, "max_length": -1}.get(field.name, 1)
         else:
             step = -0.01 if isinstance(value, float) and value > 0.01 else 0.5 if value == 0.01 else 2
-        prints.add(dataclasses.replace(task, **{field.name: value + step}).fingerprint(0))
+        other = OTHERWISE[field.name] if isinstance(value, str | tuple) else value + step
+        prints.add(dataclasses.replace(task, **{field.name: other}).fingerprint(0))
         changes += 1
     assert len(prints) == changes
     made = type(task).examples

@@ -24,7 +24,7 @@ class DelayedRecall(Task):
     kind: ClassVar[str] = "lm"
     block: ClassVar[int] = 64
 
-    length: Annotated[int, within(2, LONGEST)] = 257  # tokens, one more than the longest distance
+    length: Annotated[int, within(2, LONGEST)] = 256  # tokens
     vocab_size: Annotated[int, within(4, WIDEST), even] = 16
     min_distance: Length = 1
 

@@ -61,6 +61,9 @@ def reproduce(table: Table, scale: str, out: Path) -> int:
     title = ", ".join([shown.title, *(f"{key}={value}" for key, value in changed.items())])
     made = sheet(filled, replace(shown, title=title))
     show(made, [out / "rows.jsonl", *publish(made, out)])
+    for metric in table.also:
+        made = sheet(filled, replace(shown, title=title, metric=metric, published={}))
+        show(made, publish(made, out / metric.rpartition("/")[2]))
     return campaign.exit_code(tally)
 
 

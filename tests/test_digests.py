@@ -13,7 +13,7 @@ SMALL_MIX = {"length": 64, "vocab_size": 128, "train": ((16, 2, 500), (64, 10, 5
 # Task -> (its section, the digest of its training split with seed 0).
 DIGESTS = {
     "copying": ({}, "636d1003d00b37434c1eebb008333d172998be733abe8a6cca60a62164e533af"),
-    "delayed_recall": ({}, "8fafa1593acdac3860f231bdc65a437054b5fc848b001715c15c875b3842db8c"),
+    "delayed_recall": ({}, "2075879527507ed984dab9cee216f92daf7b83098b3b7ff477c1bf15b33c8b44"),
     "lookup": ({}, "a8163f7b21302b9947e811d16a32cd161e63e5b8ec709f39ac31562ecbe662eb"),
     "mad_compression": ({}, "23e52901b71f003b0e14b7bad09062a968e1f62df3785764fc452d4bdc25179c"),
     "mad_fuzzy_recall": ({}, "245b4170f81ea54f156ceff2f9ab2671fabe75d7fa07ee08d754f8762cb87c20"),

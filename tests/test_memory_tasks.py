@@ -115,7 +115,7 @@ def test_a_mix_at_another_length_has_as_many_pairs_as_fit():
         ("copying", {"length": 19}, "n_tokens is 10; allowed: 1 to 9 .*; closest: 9"),
         ("lookup", {"length": 40}, "length is 40; allowed: at least 41 .*; closest: 41"),
         ("lookup", {"digits": 1, "length": 99}, "length is 99; allowed: 3 to 25 .*; closest: 25"),
-        ("delayed_recall", {"min_distance": 257}, "min_distance is 257; allowed: 1 to 256 .*; closest: 256"),
+        ("delayed_recall", {"min_distance": 256}, "min_distance is 256; allowed: 1 to 255 .*; closest: 255"),
         ("permutations", {"group": "S6"}, "group is 'S6'; allowed: S3, A4, S4, A5, S5"),
         ("mqar_mix", {"length": 128}, "length is 128; allowed: at least 256 .*; closest: 256"),
         ("mqar_mix", {"test": ()}, "test is empty; allowed: at least one length"),

@@ -61,6 +61,7 @@ def arrange(sheet: Sheet) -> Arrangement:
 
     scores = f"{what[0].upper()}{what[1:]}; {SPREAD}"
     tuned = [f"{', '.join(layout.tuned)} chosen on the validation split"] if layout.tuned else []
+    tuned += [f"Mean over every {', '.join(layout.averaged)}"] if layout.averaged else []
     lengths = ", ".join(map(str, sheet.trained))
     trained = [f"Trained at length {lengths}; blank: a length that the model cannot place"] if lengths else []
     notes = [". ".join([scores, *tuned, *trained, sheet.provenance]) + "."]

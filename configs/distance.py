@@ -18,7 +18,7 @@ from configs.argument import parse
 from model.errors import choose
 
 SIZES = {
-    "smoke": dict(length=32, lengths=(4, 16, 64), steps=150, batch=32, width=32, lr=4e-3),
+    "smoke": dict(length=32, lengths=(4, 16, 64), steps=100, batch=32, width=32, lr=4e-3),
     "small": dict(length=256, lengths=tuple(2**i for i in range(1, 11)), steps=6000, batch=64, width=128, lr=1e-3),
 }
 
@@ -37,7 +37,7 @@ def get_config(argument: str = "") -> ConfigDict:
     c.objective.kind = "reach"
     c.test_lengths = size["lengths"]
     c.steps, c.batch_size, c.eval_batches = size["steps"], size["batch"], 4
-    c.eval_every = c.checkpoint_every = max(50, c.steps // 20)
+    c.eval_every = c.checkpoint_every = 0 if arg.size == "smoke" else c.steps // 20
     c.optim.lr, c.optim.warmup, c.optim.weight_decay = size["lr"], c.steps // 10, 0.01
     if choose("trained", arg.trained, {"yes": True, "no": False}) is False:
         c.steps, c.optim.lr, c.optim.warmup = 1, 0.0, 0

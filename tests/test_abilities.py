@@ -1,6 +1,5 @@
 """The tables of abilities: their settings as published, their means, their second metrics."""
 
-from itertools import product
 
 import pytest
 

@@ -5,13 +5,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from data.adding import Adding
+from data.copying import Copying
 from data.dates import Dates
+from data.delayed_recall import DelayedRecall
 from data.imdb import Imdb
 from data.induction import Induction
 from data.listops import ListOps
+from data.lookup import Lookup
+from data.mad_compression import MadCompression
+from data.mad_fuzzy_recall import MadFuzzyRecall
+from data.mad_memorization import MadMemorization
+from data.mad_recall import MadNoisyRecall, MadRecall
+from data.mad_selective_copying import MadSelectiveCopying
 from data.matching import Matching
 from data.mqar import Mqar
+from data.mqar_mix import MqarMix
 from data.pathfinder import Pathfinder
+from data.permutations import Permutations
 from data.pixels import LraImage, PermutedMnist, SequentialCifar, SequentialFashion, SequentialMnist
 from data.retrieval import Aan, WikiLinks
 from data.running_sum import RunningSum
@@ -26,10 +36,21 @@ from model.errors import UserError, choose, closest
 
 TASKS: dict[str, type[Task]] = {
     "mqar": Mqar,
+    "mqar_mix": MqarMix,
     "selective_copying": SelectiveCopying,
+    "copying": Copying,
     "induction": Induction,
+    "lookup": Lookup,
+    "delayed_recall": DelayedRecall,
+    "mad_recall": MadRecall,
+    "mad_fuzzy_recall": MadFuzzyRecall,
+    "mad_noisy_recall": MadNoisyRecall,
+    "mad_selective_copying": MadSelectiveCopying,
+    "mad_compression": MadCompression,
+    "mad_memorization": MadMemorization,
     "listops": ListOps,
     "running_sum": RunningSum,
+    "permutations": Permutations,
     "text": Text,
     "adding": Adding,
     "shapes": Shapes,

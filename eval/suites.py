@@ -6,11 +6,13 @@ from eval.accuracy import accuracy
 from eval.attention import attention
 from eval.continuation import continuation
 from eval.export import exported
+from eval.reach import reach
 
 SUITES: dict[str, Callable[..., None]] = {
     "accuracy": accuracy,
     "attention": attention,
     "generate": continuation,
+    "reach": reach,
     "export": exported,
 }
 

@@ -72,6 +72,9 @@ def reproduce(table: Table, scale: str, out: Path) -> int:
     if not MIXED.value:
         sources.refuse_mixture(made.mixed)
     show(made, [out / "rows.jsonl", *publish(made, out)])
+    for metric in table.also:
+        made = sheet(filled, replace(shown, title=title, metric=metric, published={}))
+        show(made, publish(made, out / metric.rpartition("/")[2]))
     return campaign.exit_code(tally)
 
 

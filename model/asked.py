@@ -27,6 +27,7 @@ class Asked:
     n_classes: int = 0  # 0: it asks for tokens
     tail: int = 0  # tokens of a row from the first one where it may ask to the last; 0: there is no such place
     labels: bool = False  # whether each token is one of the classes, and not the row
+    from_last: bool = False  # whether it asks for all labels of a row from the row's last vector alone
     source: int = 0  # tokens of a second sequence, which the rows of the first are an answer to; 0: there is none
     inputs: Vectors | Image | None = None  # None: token ids, [B, L]
     image: Image | None = None  # what stands in front of a row of tokens

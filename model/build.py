@@ -15,7 +15,7 @@ from model.contract import Mixer
 from model.encoder_decoder import EncoderDecoder
 from model.entries import entry
 from model.errors import UserError, choose
-from model.heads import ClassHead, LabelHead, TokenHead, ValueHead
+from model.heads import ClassHead, DecodedHead, LabelHead, TokenHead, ValueHead
 from model.inputs import input_for, n_values, patch_grid
 from model.mixers import MIXERS
 from model.mixers.cross_attention import CrossAttention
@@ -57,7 +57,8 @@ def stack(c: Mapping[str, Any], asked: Asked) -> SequenceModel:
     backbone = backbone_of(c, c["mixers"], c["layers"], causal=c["causal"])
     backbone = partial(backbone, cls=has_cls(c, asked))
     if asked.labels:
-        head = partial(LabelHead, **shared_by_heads(c), n_classes=asked.n_classes)
+        labels = DecodedHead if asked.from_last else LabelHead
+        head = partial(labels, **shared_by_heads(c), n_classes=asked.n_classes)
     elif asked.values:
         head = partial(ValueHead, **shared_by_heads(c), n_values=n_values(asked.inputs, c["patch"]))
     elif asked.classifies:

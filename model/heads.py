@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from model.contract import wide
 from model.layers import Embed, dense, norm
 from model.mlps.mlp import FORMS
+from model.positions.added import Sinusoidal
 
 
 class Head(nn.Module):
@@ -27,8 +28,8 @@ class Head(nn.Module):
         """An answer to every vector of x `[B, L, D]`, to those at the positions `at` `[B, Q]`, or to each row."""
         raise NotImplementedError
 
-    def normed(self, x: jax.Array) -> jax.Array:
-        return x if self.norm == "none" else norm(self.norm, self.dtype, "norm", self.norm_eps)(x)
+    def normed(self, x: jax.Array, name: str = "norm") -> jax.Array:
+        return x if self.norm == "none" else norm(self.norm, self.dtype, name, self.norm_eps)(x)
 
     def linear(self, x: jax.Array, features: int, axis: str | None, name: str, bias: bool = True) -> jax.Array:
         return dense(features, ("embed", axis), self.dtype, name, bias=bias, out=wide(self.dtype))(x)
@@ -86,6 +87,26 @@ class LabelHead(Head):
         self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
     ) -> jax.Array:
         return self.linear(self.normed(at_positions(x, at)), self.n_classes, None, "classes")
+
+
+class DecodedHead(Head):
+    """Logits over classes, of each token, all from the last vector of its row: `[B, L, C]` or `[B, Q, C]`.
+
+    Waves tell the places apart, and two layers that do not widen decode (MAD, https://arxiv.org/abs/2403.17844).
+    """
+
+    n_classes: int = 1
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
+    ) -> jax.Array:
+        D, places = x.shape[-1], jnp.arange(x.shape[1], dtype=jnp.int32)[None]
+        last = jnp.broadcast_to(pooled(x, segments, "last")[:, None], x.shape)
+        x = at_positions(Sinusoidal(amplitude=1.0, dtype=self.dtype, name="places").embed(last, places), at)
+        for i in range(2):
+            x = nn.gelu(dense(D, ("embed", None), self.dtype, f"decode_{i}", bias=True)(self.normed(x, f"norm_{i}")))
+        return self.linear(self.normed(x), self.n_classes, None, "classes")
 
 
 class ValueHead(Head):

@@ -19,10 +19,21 @@ from tests.stores import stores
 SHORT_LISTOPS = {"length": 100, "max_depth": 6, "min_length": 10, "max_length": 100}
 SECTIONS = {
     "mqar": {"length": 32, "vocab_size": 64, "n_pairs": 6, "min_pairs": 2, "random_fillers": True},
+    "mqar_mix": {"length": 32, "vocab_size": 64, "train": ((16, 2, 40), (32, 6, 30)), "test": ((16, 4), (32, 8))},
     "selective_copying": {"length": 40, "n_tokens": 5},
+    "copying": {"length": 40, "n_tokens": 5},
     "induction": {"length": 20},
+    "lookup": {"length": 60, "vocab_size": 30, "n_questions": 3, "digits": 2},
+    "delayed_recall": {"length": 33, "min_distance": 2},
+    "mad_recall": {"length": 32, "n_train": 70, "n_test": 20},
+    "mad_fuzzy_recall": {"length": 40, "n_train": 70, "n_test": 20},
+    "mad_noisy_recall": {"length": 32, "n_train": 70, "n_test": 20, "noise": 0.4},
+    "mad_selective_copying": {"length": 40, "n_tokens": 5, "n_train": 70, "n_test": 20},
+    "mad_compression": {"length": 20, "n_train": 70, "n_test": 20},
+    "mad_memorization": {"length": 20, "n_train": 70, "n_test": 20},
     "listops": SHORT_LISTOPS | {"n_train": 50, "n_validation": 21, "n_test": 10},
     "running_sum": {"length": 20, "modulus": 3},
+    "permutations": {"length": 20},
     "text": {"length": 16},
     "adding": {"length": 20},
     "shapes": {"side": 16},
@@ -43,6 +54,10 @@ SECTIONS = {
     "aan": {"length": 30},
     "wiki_links": {"length": 30},
 }
+
+
+# Of fields that are neither numbers nor one of a few, another value.
+OTHERWISE = {"train": ((16, 2, 40),), "test": ((16, 4),)}
 
 
 @pytest.fixture(scope="session")
@@ -182,7 +197,10 @@ def test_fingerprint_changes_with_anything_that_changes_the_data(task, monkeypat
         else:
             step = -0.01 if isinstance(value, float) and value > 0.01 else 0.5 if value == 0.01 else 2
         one_of = get_args(field.type) if get_origin(field.type) is Literal else ()
-        other = next(name for name in one_of if name != value) if one_of else value + step
+        if one_of:
+            other = next(name for name in one_of if name != value)
+        else:
+            other = OTHERWISE[field.name] if isinstance(value, tuple) else value + step
         try:
             prints.add(dataclasses.replace(task, **{field.name: other}).fingerprint(0))
         except UserError:

@@ -8,9 +8,22 @@ import pytest
 from data import build
 from data.pipeline import gather
 
+SMALL_MIX = {"length": 64, "vocab_size": 128, "train": ((16, 2, 500), (64, 10, 500)), "test": ((16, 4),)}
+
 # Task -> (its section, the digest of its training split with seed 0).
 DIGESTS = {
+    "copying": ({}, "636d1003d00b37434c1eebb008333d172998be733abe8a6cca60a62164e533af"),
+    "delayed_recall": ({}, "2075879527507ed984dab9cee216f92daf7b83098b3b7ff477c1bf15b33c8b44"),
+    "lookup": ({}, "a8163f7b21302b9947e811d16a32cd161e63e5b8ec709f39ac31562ecbe662eb"),
+    "mad_compression": ({}, "23e52901b71f003b0e14b7bad09062a968e1f62df3785764fc452d4bdc25179c"),
+    "mad_fuzzy_recall": ({}, "245b4170f81ea54f156ceff2f9ab2671fabe75d7fa07ee08d754f8762cb87c20"),
+    "mad_memorization": ({}, "81390eff08101f5b9d3a7e98f84f3427c904044baf8fc1313551bef7d3b8cf7f"),
+    "mad_noisy_recall": ({}, "d1fcf73bd0df05b9fe209b6369e7a5df59c2561cd72c39e90b343151466181ea"),
+    "mad_recall": ({}, "5bd4d1b8f268a47f7b555280459979ab27a0bd7f75a34d44b51fed9655a21500"),
+    "mad_selective_copying": ({}, "3b9c4c2882f06722af29167ad174260a2f25092412e4f8519c9621d66a3f200c"),
+    "mqar_mix": (SMALL_MIX, "c9c0eea7ed224e57e1f3b1163a10e71b7f0f13b670688bdff487382eac06f852"),
     "pathfinder": ({}, "747b3461b45a331e4228a6a415de0239e45f3f570a43677de91dce9a94d70ae5"),
+    "permutations": ({}, "fd664c6b721e77a9ed9a93629af9becc2e0b2a71be161d91d35bddc043302f2f"),
 }
 
 

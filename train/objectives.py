@@ -17,7 +17,8 @@ from train import corruption
 from train.contrastive import Contrastive
 from train.denoising import Infilling, SpanCorruption
 from train.masked_values import MaskedValues
-from train.objective import Batch, Objective, row_keys, row_weights
+from train.objective import Batch, Objective, Sums, row_keys, row_weights
+from train.reach import FLOOR, sensitivity
 
 Share = Annotated[float, above(0), at_most(1)]
 
@@ -35,6 +36,33 @@ class TaskTargets(Objective):
                 f"task {self.task.name!r} asks for the next token, and this model sees it; allowed: model.causal=True "
                 "and no prefix"
             )
+
+
+@dataclass(frozen=True)
+class Reach(TaskTargets):
+    """The task's own targets; tests also tell how much the last answer of a row depends on its first token.
+
+    `reach` is the mean of the decimal logarithm of the norm of a gradient (see train/reach.py), so that runs tested at
+    many lengths show how it vanishes with distance.
+    """
+
+    name: ClassVar[str] = "reach"
+    model_kinds: ClassVar[tuple[str, ...]] = ("stack",)
+
+    def check_task(self, task: Task) -> None:
+        if task.inputs or task.image or task.pair:
+            raise UserError(
+                f"objective 'reach' asks about the tokens of one row, and task {task.name!r} brings more or others; "
+                "closest: objective.kind=task"
+            )
+
+    def __call__(self, model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> Sums:
+        sums = super().__call__(model, params, batch, rng)
+        if rng is None:
+            first = jnp.log10(jnp.maximum(sensitivity(model, params, batch)[:, 0], FLOOR))
+            rows = (batch["weights"].reshape(first.shape[0], -1) > 0).any(axis=1).astype(first.dtype)
+            sums["reach"] = (first * rows).sum(), rows.sum()
+        return sums
 
 
 @dataclass(frozen=True)
@@ -140,9 +168,8 @@ class Masked(Objective):
         }
 
 
-OBJECTIVES: dict[str, type[Objective]] = {
-    one.name: one for one in (TaskTargets, PrefixLM, Masked, SpanCorruption, Infilling, MaskedValues, Contrastive)
-}
+_ALL = (TaskTargets, Reach, PrefixLM, Masked, SpanCorruption, Infilling, MaskedValues, Contrastive)
+OBJECTIVES: dict[str, type[Objective]] = {one.name: one for one in _ALL}
 
 
 def build(section: Mapping[str, Any], task: Task) -> Objective:

@@ -66,6 +66,7 @@ def arrange(sheet: Sheet) -> Arrangement:
 
     scores = f"{what[0].upper()}{what[1:]}; {SPREAD}"
     tuned = [_budget(sheet)] if layout.tuned else []
+    tuned += [f"Mean over every {', '.join(layout.averaged)}"] if layout.averaged else []
     lengths = ", ".join(map(str, sheet.trained))
     trained = [f"Trained at length {lengths}; blank: a length that the model cannot place"] if lengths else []
     notes = [". ".join([scores, *tuned, *TESTED[sheet.tested], *trained, *_targets(sheet), sheet.provenance]) + "."]

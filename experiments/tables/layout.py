@@ -39,6 +39,7 @@ class Layout:
     by: tuple[str, ...]  # labels that name its lines
     across: str | None = None  # label that names its columns; None: one column
     tuned: tuple[str, ...] = ()  # labels whose best value on the validation split is taken
+    averaged: tuple[str, ...] = ()  # labels over whose values, each tuned, a seed's score is the mean
     order: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # label -> values as they should stand
     published: Mapping[tuple[str, ...], Published] = field(default_factory=dict)  # (*by, across) values -> number
     title: str = ""
@@ -86,17 +87,18 @@ def sheet(rows: Sequence[Row], layout: Layout) -> Sheet:
     keys = [*layout.by, *([layout.across] if layout.across else [])]
     lengths = "length" in keys and not any("length" in row["labels"] for row in rows)
     rows = unfold(rows) if lengths else rows
-    check_labels(rows, [*keys, *layout.tuned])
+    check_labels(rows, [*keys, *layout.tuned, *layout.averaged])
     check_metric(rows, layout.metric)
     if layout.tuned:
         check_validation(rows, layout.metric, layout.tuned)
     kept = best(rows, layout.tuned, layout.metric) if layout.tuned else list(rows)
-    mixed = [key for key in varying(kept) if key not in (*keys, *layout.tuned)]
+    mixed = [key for key in varying(kept) if key not in (*keys, *layout.tuned, *layout.averaged)]
     if mixed:
         raise UserError(
             f"rows of one cell differ in {', '.join(mixed)}, not only in seed; name it in --by, --across or --tune"
         )
-    places, tried = group(kept, keys), group(rows, keys)
+    chosen = _averages(kept, keys, layout.metric) if layout.averaged else kept
+    places, tried = group(chosen, keys), group(rows, keys)
     columns = _ordered({place[-1] for place in places}, layout.across, layout) if layout.across else (None,)
     lines = {}
     for line in _lines(places, layout):
@@ -125,6 +127,27 @@ def plain(value: Any) -> str:
 def heading(column: Any, across: str | None) -> str:
     """A number says nothing without its label."""
     return "" if column is None else f"{across} {column}" if isinstance(column, int | float) else plain(column)
+
+
+def _averages(rows: Sequence[Row], keys: Sequence[str], metric: str) -> list[Row]:
+    """A row for each seed of a place, with the mean of its rows' scores and costs; failed where one of them is."""
+    out = []
+    for place in group(rows, keys).values():
+        for seed in dict.fromkeys(row["seed"] for row in place):
+            alike = [row for row in place if row["seed"] == seed]
+            scores = [value for row in alike if (value := score(row, metric)) is not None]
+            whole = len(scores) == len(alike)
+            costs = {cost: [row[cost] for row in alike if row.get(cost) is not None] for cost in COSTS}
+            mean = {
+                "run": alike[0]["run"],
+                "seed": seed,
+                "labels": {key: alike[0]["labels"].get(key) for key in keys},
+                "status": "finished" if whole else "failed",
+                "metrics": {metric: fmean(scores)} if whole else {},
+                "changes": [change for row in alike for change in row.get("changes", [])],
+            }
+            out.append(mean | {cost: fmean(found) for cost, found in costs.items() if found})
+    return out
 
 
 def _cell(rows: Sequence[Row], tried: Sequence[Row], place: tuple, layout: Layout) -> Cell:

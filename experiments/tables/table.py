@@ -36,6 +36,8 @@ class Table:
     across: str | None  # label that names its columns
     metric: str
     tuned: tuple[str, ...] = ()  # labels of which each cell takes the best
+    averaged: tuple[str, ...] = ()  # labels over which each cell is the mean, of the best at each value
+    also: tuple[str, ...] = ()  # other metrics of the same runs, each in a folder of its own beside the table's files
     published: Callable[[str], Quotes] = lambda scale: {}  # scale -> numbers
     note: str = ""  # what others have published that is no number of this table's
     against: str = ""  # a cost that the plot sets the metric against
@@ -77,6 +79,7 @@ def layout(table: Table, scale: str) -> Layout:
         table.by,
         table.across,
         tuned=tuple(key for key in table.tuned if len(order[key]) > 1),
+        averaged=tuple(key for key in table.averaged if len(order[key]) > 1),
         order=order,
         published=table.published(scale),
         title=title,

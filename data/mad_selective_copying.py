@@ -1,0 +1,59 @@
+"""Selective copying as MAD has it (Poli et al., 2024, https://arxiv.org/abs/2403.17844)."""
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import numpy as np
+
+from data.mad import Mad
+from data.task import Example
+from model.settings import LONGEST, WIDEST, Length, within
+
+
+@dataclass(frozen=True)
+class MadSelectiveCopying(Mad):
+    """Tokens with blanks before each of them, then a mark and as many blanks: reproduce the tokens there.
+
+    Tokens are uniform in 0..V-3, V-2 is blank and V-1 the mark. Each blank stands before one of the tokens, all as
+    likely, so that none comes after the last. In `selective_copying` tokens stand anywhere, every choice of places as
+    likely, and there are marks in place of the mark and the blanks at the end.
+    """
+
+    name: ClassVar[str] = "mad_selective_copying"
+    kind: ClassVar[str] = "lm"
+    block: ClassVar[int] = 64
+
+    length: Annotated[int, within(4, LONGEST)] = 256  # tokens
+    vocab_size: Annotated[int, within(4, WIDEST)] = 16
+    n_tokens: Length = 16  # to be copied
+
+    def check(self) -> None:
+        self.bound("n_tokens", 1, (self.length - 2) // 2, f"room in length {self.length}")
+
+    def examples(self, split: str, index: int, rng: np.random.Generator) -> Example:
+        B, L, V, Q = self.block, self.length, self.vocab_size, self.n_tokens
+        tokens = rng.integers(V - 2, size=(B, Q), dtype=np.int32)
+        before = rng.integers(Q, size=(B, L - 2 * Q - 1))  # the token that each blank stands before
+        blanks = (before[:, None] <= np.arange(Q)[:, None]).sum(axis=2)  # [B, Q], up to each token
+        inputs = np.full((B, L), V - 2, np.int32)
+        np.put_along_axis(inputs, blanks + np.arange(Q), tokens, axis=1)
+        inputs[:, L - Q - 1] = V - 1
+        places = np.tile(np.arange(Q, dtype=np.int32), (B, 1))
+        return {
+            "inputs": inputs,
+            "at": L - Q + places,
+            "targets": tokens,
+            "weights": np.ones((B, Q), np.float32),
+            "attr_place": places,
+        }
+
+    @property
+    def tail(self) -> int:
+        return self.n_tokens
+
+    @property
+    def attributes(self) -> dict[str, tuple[str, ...]]:
+        return {"place": tuple(str(q + 1) for q in range(self.n_tokens))}  # in the output
+
+    def baselines(self) -> dict[str, float]:
+        return {"chance": 1 / (self.vocab_size - 2)}

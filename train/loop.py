@@ -19,10 +19,10 @@ from ml_collections import ConfigDict
 
 from data import pipeline
 from model.errors import UserError, out_of_memory
-from train import checkpoint, hosts, start
+from train import checkpoint, hosts, start, streaming
 from train import config as configs
 from train.checkpoint import Checkpoints
-from train.evaluate import evaluate, mean, scalars
+from train.evaluate import bits_per_byte, evaluate, mean, scalars
 from train.feed import Feed
 from train.log import MetricsLog, Progress
 from train.manifest import read_manifest, step_folder
@@ -40,6 +40,7 @@ def train(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
     with graceful_stop() if jax.process_count() > 1 else contextlib.nullcontext():
         run = prepare(config)
         lengths = {length: at_length(run, length) for length in config.test_lengths}
+        streaming.check_asked(run)
         begun = hosts.agree(lambda: bool(checkpoint.steps(Path(workdir) / "checkpoints")))
         source = None if begun else start.find(run)
         with open_workdir(workdir) as folder:
@@ -183,7 +184,7 @@ def loop(
     else:
         status = "target" if reached else status
         at_others, untested = at_lengths(lengths, state)
-        scores = scores | validate(run, state, "test") | at_others
+        scores = scores | validate(run, state, "test") | at_others | streaming.scores(run, state.params)
     checkpoints.wait()
     return finish(run, folder, status, step, int(state.nonfinite), scores, untested, clock, changes, origin)
 
@@ -196,7 +197,8 @@ def validate(run: Run, state: RunState, split: str, prefix: str = "") -> dict[st
     """Scores on a split, named `SPLIT/METRIC`, or with another prefix for the split."""
     c = run.config
     batches = pipeline.eval_batches(run.task, c.data.seed, split, c.batch_size, c.eval_batches)
-    return scalars(evaluate(run.eval_step, state.params, batches, run.batch_sharding), prefix or split)
+    found = evaluate(run.eval_step, state.params, batches, run.batch_sharding)
+    return scalars(found | bits_per_byte(run.objective, found["loss"]), prefix or split)
 
 
 def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[dict[str, float], dict[str, str]]:
@@ -306,7 +308,7 @@ def finish(
         "steps_per_s": clock.steps_per_s(),
         "data_wait": round(clock.waited / clock.wall(), 4),
         "params": run.params,
-        "state_bytes": run.model.state_bytes(run.task.length),
+        "state_bytes": run.model.state_bytes(streaming.longest(run)),
         "baselines": run.objective.baselines(),
         "nonfinite": nonfinite,
         "metrics": scores,

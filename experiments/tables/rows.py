@@ -167,7 +167,7 @@ def best(rows: Sequence[Row], tuned: Sequence[str], metric: str) -> list[Row]:
 
 
 def lower_is_better(metric: str) -> bool:
-    return metric.endswith(("loss", "perplexity"))
+    return metric.endswith(("loss", "perplexity", "bits_per_byte"))
 
 
 def check_labels(rows: Sequence[Row], given: Sequence[str]) -> None:

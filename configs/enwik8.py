@@ -23,7 +23,7 @@ from model.errors import choose
 ENWIK8 = "downloads/enwik8"
 HELP = find_spec("pydoc_data.topics").origin  # every Python has it
 SIZES = {
-    "smoke": dict(text=HELP, length=64, width=48, layers=3, heads=4, steps=300, batch=16, lr=4e-3, warmup=30),
+    "smoke": dict(text=HELP, length=64, width=32, layers=3, heads=4, steps=200, batch=16, lr=4e-3, warmup=20),
     "small": dict(text=ENWIK8, length=1024, width=512, layers=6, heads=8, steps=6000, batch=32, lr=1e-3, warmup=300),
     "paper": dict(text=ENWIK8, length=512, width=512, layers=12, heads=8, steps=400_000, batch=22, lr=2.5e-4, warmup=0),
 }
@@ -43,7 +43,7 @@ def get_config(argument: str = "") -> ConfigDict:
     c.optim.lr, c.optim.warmup = size["lr"], size["warmup"]
     c.best = "loss"
     c.eval_batches = 0  # the whole split: every length of rows is tested on the same bytes
-    c.eval_every = c.checkpoint_every = max(c.steps // 10, 100)
+    c.eval_every = c.checkpoint_every = 0 if arg.size == "smoke" else c.steps // 10
     if arg.size != "smoke":
         c.model.dtype = "bfloat16"
     if arg.size == "paper":

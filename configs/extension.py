@@ -7,9 +7,9 @@
 Without arguments a model is trained on short rows. Given its parameters, `scaling` (linear, which is position
 interpolation, arXiv:2306.15595; ntk; dynamic_ntk; yarn, arXiv:2309.00071) makes room for FACTOR times the length, and
 with `tuned=yes` it is trained some more at that length, as those papers do; else one step at a rate of 0 leaves it as
-it was. All are tested at 1 to 32 times the short length, on the same bytes. Feeds the table `extension`. `size=small`, for
-one accelerator, goes from rows of 256 bytes of enwik8 to 8,192; `size=smoke` from 32 bytes of Python's help texts to
-1,024.
+it was. All are tested at 1 to 32 times the short length, on the same bytes. Feeds the table `extension`. `size=small`,
+for one accelerator, goes from rows of 256 bytes of enwik8 to 8,192; `size=smoke` from 32 bytes of Python's help texts
+to 1,024.
 """
 
 from ml_collections import ConfigDict
@@ -21,7 +21,7 @@ from model.errors import choose
 
 FACTOR = 8
 LONGEST = 32  # times the short length
-SIZES = {"smoke": (32, 60), "small": (256, 500)}  # the short length; steps of fine-tuning
+SIZES = {"smoke": (32, 40), "small": (256, 500)}  # the short length; steps of fine-tuning
 SCALINGS = ("none", "linear", "ntk", "dynamic_ntk", "yarn")
 
 

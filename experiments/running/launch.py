@@ -82,10 +82,11 @@ def _fill(running: Running, todo: list[Job], places: Slots) -> Iterator[Event]:
         free = [slot for slot in range(len(places)) if slot not in running]
         if not free:
             break
+        if job.after in {other.name for other in (*todo, *(other for other, _ in running.values()))}:
+            continue
         if job.after and not folders.finished(job.folder.parent / job.after):
-            if not any(other.name == job.after for other in [*todo, *(other for other, _ in running.values())]):
-                todo.remove(job)
-                yield failed(job, 2, f"it begins with the parameters of {job.after}, which has no result")
+            todo.remove(job)
+            yield failed(job, 2, f"it begins with the parameters of {job.after}, which has no result")
             continue
         if folders.in_use(job.folder):
             yield Event("wait", job.name, IN_USE)

@@ -185,6 +185,7 @@ class Base:
         "max_rollbacks",
         "tensorboard",
         "mesh.*",
+        "stream.*",
         "resume_safe",
     )
     model: Model = Model()

@@ -20,7 +20,7 @@ from train.workdir import write_text
 Row = dict[str, Any]
 
 # Keys that a run may change on the way without its numbers becoming those of another run.
-HARMLESS = ("log_every", "checkpoint_every", "keep", "tensorboard", "resume_safe", "mesh")
+HARMLESS = ("log_every", "checkpoint_every", "keep", "tensorboard", "resume_safe", "mesh", "stream")
 
 
 @dataclass(frozen=True)

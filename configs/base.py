@@ -148,6 +148,14 @@ class Objective:
 
 
 @dataclass(frozen=True)
+class Stream:
+    # After training, bytes of the test split that are also read as one document, the state carried on; 0: none.
+    length: Whole = 0
+    chunk: Count = 512  # bytes at a time: speed, never meaning
+    recompute: Whole = 0  # no state: each byte from a row of so many bytes before it, read anew; 0: the state
+
+
+@dataclass(frozen=True)
 class Base:
     seed: Seed = 0  # of parameters, dropout and data order
     steps: Count = 1000
@@ -182,6 +190,7 @@ class Base:
         "max_rollbacks",
         "tensorboard",
         "mesh.*",
+        "stream.*",
         "resume_safe",
     )
     model: Model = Model()
@@ -190,6 +199,7 @@ class Base:
     mesh: Mesh = Mesh()
     data: Data = Data()
     objective: Objective = Objective()
+    stream: Stream = Stream()
 
 
 def get_config() -> ConfigDict:

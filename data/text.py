@@ -74,6 +74,14 @@ class Text(Task):
     def sizes(self) -> dict[str, int | None]:
         return dict(self.windows(self.corpus.size))
 
+    def bytes(self, split: str) -> int:
+        """How many a split has."""
+        return self.spans(self.corpus.size)[split][1]
+
+    def document(self, split: str, length: int) -> np.ndarray:
+        """The first `length` bytes of a split as one document, and the byte after them: int32 [length + 1]."""
+        return self.corpus.read(self.spans(self.corpus.size)[split][0], length + 1).astype(np.int32)
+
     def example(self, split: str, index: int, rng: np.random.Generator) -> Example:
         L = self.length
         epoch, place = divmod(index, self.size(split))

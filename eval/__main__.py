@@ -4,6 +4,8 @@
     python -m eval --workdir=runs/a --suite=generate --prompt="Once upon a" [--tokens=200] [--temperature=0.8]
     python -m eval --workdir=runs/a --suite=attention [--examples=8] [--prompt="1 9 2 10 1"]
     python -m eval --workdir=runs/a --suite=reach
+    python -m eval --workdir=runs/a --suite=context [--targets=1024] [--config.test_lengths=2048]
+    python -m eval --workdir=runs/a --suite=stream [--config.stream.length=100000]
     python -m eval --workdir=runs/a --suite=export --out=DIR [--family=llama]
     python -m eval --weights=DIR --suite=generate --prompt="1 306 471"
 
@@ -40,7 +42,8 @@ WEIGHTS = cli.flag("weights", Name, None, "A folder of safetensors, in place of 
 STEP = cli.flag("step", Literal["best", "latest"] | Whole, "latest", "The checkpoint: a step, best or latest.")
 DISTRIBUTED = flags.DEFINE_bool("distributed", False, "accuracy: join the other hosts of a pod or cluster job.")
 OPTIONS = (
-    cli.flag("split", Literal[*SPLITS], "test", "accuracy, attention, reach: train, validation or test."),
+    cli.flag("split", Literal[*SPLITS], "test", "train, validation or test."),
+    cli.flag("targets", Count, 1024, "context: bytes to predict, spread over the split."),
     cli.flag("examples", Count, 1, "attention: how many, from the first of the split on."),
     flags.DEFINE_string(
         "prompt",

@@ -11,10 +11,9 @@ from rich.console import Console
 from rich.table import Table
 
 from data import pipeline
-from data.text import Text
 from eval.report import provenance, write
 from eval.restore import Restored
-from train.evaluate import mean, tally
+from train.evaluate import bits_per_byte, mean, tally
 from train.objective import Objective
 
 Totals = Mapping[str, tuple[np.ndarray, np.ndarray]]  # metric -> (sum, count)
@@ -45,7 +44,9 @@ def measure(restored: Restored, split: str) -> dict[str, Any]:
         "targets": int(totals["accuracy"][1]),
         "metrics": means(totals) | readings(run.objective, loss),
         "baselines": run.objective.baselines(),
-        "slices": {name: of_bins(labels, totals, name) for name, labels in run.objective.attributes.items()},
+        "slices": {
+            name: of_bins(run.objective, labels, totals, name) for name, labels in run.objective.attributes.items()
+        },
     }
 
 
@@ -58,18 +59,18 @@ def readings(objective: Objective, loss: float) -> dict[str, float]:
     """A language model's mean loss, in nats, said in other ways."""
     if objective.task.kind != "lm" or not objective.likelihood:
         return {}
-    out = {"perplexity": float(np.exp(loss))}
-    if isinstance(objective.task, Text):
-        out["bits_per_byte"] = loss / math.log(2)
-    return out
+    return {"perplexity": float(np.exp(loss)), **bits_per_byte(objective, loss)}
 
 
-def of_bins(labels: tuple[str, ...], totals: Totals, name: str) -> list[dict[str, Any]]:
-    """One line per bin of an attribute, with `exact` where whole answers count."""
+def of_bins(objective: Objective, labels: tuple[str, ...], totals: Totals, name: str) -> list[dict[str, Any]]:
+    """One line per bin of an attribute, with `exact` where whole answers count, and bits per byte of running text."""
     lines = slices(labels, *totals[f"accuracy/{name}"])
-    if f"exact/{name}" in totals:
-        for line, value in zip(lines, mean(*totals[f"exact/{name}"]), strict=True):
-            line["exact"] = float(value)
+    more = {"exact": mean(*totals[f"exact/{name}"])} if f"exact/{name}" in totals else {}
+    if f"loss/{name}" in totals:
+        more |= bits_per_byte(objective, mean(*totals[f"loss/{name}"]))
+    for metric, values in more.items():
+        for line, value in zip(lines, values, strict=True):
+            line[metric] = float(value)
     return lines
 
 
@@ -96,10 +97,10 @@ def tables(report: dict[str, Any]) -> list[Table]:
         means.add_row(f"baseline: {name}", show(value))
     out = [means]
     for name, lines in report["slices"].items():
-        whole = ["exact"] if "exact" in lines[0] else []
-        table = Table(name, "accuracy", *whole, "count", box=box.SIMPLE_HEAD)
+        shown = [key for key in ("accuracy", "exact", "bits_per_byte") if key in lines[0]]
+        table = Table(name, *(key.replace("_", " ") for key in shown), "count", box=box.SIMPLE_HEAD)
         for line in lines:
-            table.add_row(line["bin"], *(show(line[key]) for key in ("accuracy", *whole)), f"{line['count']:,}")
+            table.add_row(line["bin"], *(show(line[key]) for key in shown), f"{line['count']:,}")
         out.append(table)
     for table in out:
         for column in table.columns[1:]:

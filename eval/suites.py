@@ -4,13 +4,17 @@ from collections.abc import Callable
 
 from eval.accuracy import accuracy
 from eval.attention import attention
+from eval.context import context
 from eval.continuation import continuation
 from eval.export import exported
 from eval.reach import reach
+from eval.stream import stream
 
 SUITES: dict[str, Callable[..., None]] = {
     "accuracy": accuracy,
     "attention": attention,
+    "context": context,
+    "stream": stream,
     "generate": continuation,
     "reach": reach,
     "export": exported,

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,21 @@ def test_a_result_of_another_config_is_a_failure(tmp_path):
     result = outcome(local([job(tmp_path, "a"), job(tmp_path, "b", config="def")], 2))
     assert result == {"a": ("done", ""), "b": ("fail", launch.STRAYED)}
     assert [row["status"] for row in rows.collect(tmp_path)] == ["finished", "failed"]
+
+
+def test_a_run_comes_after_the_one_it_begins_with(tmp_path):
+    """And has failed with it; one whose source was finished before does not wait."""
+    old = job(tmp_path, "old")
+    folders.write_json(old.folder / "result.json", {"status": "finished", "config_hash": "abc"})
+    asked = [("b", "a"), ("c", "b"), ("e", "d"), ("f", "e"), ("g", "old")]
+    later = [replace(job(tmp_path, name), after=source) for name, source in asked]
+    events = list(local([*later, old, job(tmp_path, "a"), job(tmp_path, "d", "crash")], 2))
+    told = [(event.kind, event.name) for event in events if event.kind in ("start", "done", "fail")]
+    for name, source in (("b", "a"), ("c", "b")):
+        assert told.index(("done", source)) < told.index(("start", name))
+    assert {name for kind, name in told if kind == "done"} == set("abcg")
+    assert {name for kind, name in told if kind == "fail"} == set("def") and ("start", "e") not in told
+    assert rows.row_of(tmp_path / "e")["error"] == "it begins with the parameters of d, which has no result"
 
 
 def test_a_killed_run_says_so(tmp_path):

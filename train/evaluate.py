@@ -1,5 +1,6 @@
 """The evaluation pass: called by the training loop and by `python -m eval`."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -8,6 +9,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from data.pipeline import Batch
+from data.text import Text
+from train.objective import Objective
 from train.sharding import put_batch
 
 
@@ -64,3 +67,9 @@ def scalars(metrics: Mapping[str, np.ndarray], prefix: str) -> dict[str, float]:
 def counts(totals: Mapping[str, tuple[np.ndarray, np.ndarray]], prefix: str) -> dict[str, int]:
     """How many targets each of those numbers rests on, under the same names."""
     return {f"{prefix}/{name}": round(float(count)) for name, (_, count) in totals.items() if np.ndim(count) == 0}
+
+
+def bits_per_byte(objective: Objective, nats: np.ndarray | float) -> dict[str, np.ndarray | float]:
+    """A mean loss in nats in the unit of byte-level language models, by name; nothing where it is no such loss."""
+    of_bytes = isinstance(objective.task, Text) and objective.likelihood
+    return {"bits_per_byte": nats / math.log(2)} if of_bytes else {}

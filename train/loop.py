@@ -15,11 +15,11 @@ from ml_collections import ConfigDict
 
 from data import pipeline
 from model.errors import UserError, out_of_memory
-from train import checkpoint, hosts, start
+from train import checkpoint, hosts, start, streaming
 from train import config as configs
 from train.checkpoint import Checkpoints
 from train.clock import Clock
-from train.evaluate import counts, mean, means, scalars, tally
+from train.evaluate import bits_per_byte, counts, mean, means, scalars, tally
 from train.feed import Feed
 from train.log import MetricsLog, Progress
 from train.manifest import read_manifest, step_folder
@@ -37,6 +37,7 @@ def train(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
     with graceful_stop() if jax.process_count() > 1 else contextlib.nullcontext():
         run = prepare(config)
         lengths = {length: at_length(run, length) for length in config.test_lengths}
+        streaming.check_asked(run)
         begun = hosts.agree(lambda: bool(checkpoint.steps(Path(workdir) / "checkpoints")))
         source = None if begun else start.find(run)
         with open_workdir(workdir) as folder:
@@ -190,7 +191,7 @@ def loop(
         final = state if params is None else state.replace(params=params)
         found, targets = measure(run, final, "test")
         at_others, of_others, untested = at_lengths(lengths, final)
-        scores = scores | found | at_others
+        scores = scores | found | at_others | streaming.scores(run, final.params)
         tested |= {"targets": targets | of_others, "untested": untested, "tested_step": at}
     checkpoints.wait()
     ended = {"status": status, "steps": step, "nonfinite": int(state.nonfinite), "metrics": scores, **tested}
@@ -222,8 +223,10 @@ def measure(run: Run, state: RunState, split: str, prefix: str = "") -> tuple[di
     """Scores on a split, named `SPLIT/METRIC` or with another prefix, and how many targets each of them rests on."""
     c = run.config
     batches = pipeline.eval_batches(run.task, c.data.seed, split, c.batch_size, c.eval_batches)
-    totals = tally(run.eval_step, state.params, batches, run.batch_sharding)
-    return scalars(means(totals), prefix or split), counts(totals, prefix or split)
+    totals, name = tally(run.eval_step, state.params, batches, run.batch_sharding), prefix or split
+    found, targets = means(totals), counts(totals, name)
+    in_bits = bits_per_byte(run.objective, found["loss"])
+    return scalars(found | in_bits, name), targets | {f"{name}/{unit}": targets[f"{name}/loss"] for unit in in_bits}
 
 
 def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[dict[str, float], dict[str, int], dict[str, str]]:
@@ -322,7 +325,7 @@ def finish(run: Run, folder: Path, clock: Clock, ended: dict[str, Any]) -> dict[
         "steps_per_s": clock.steps_per_s(),
         "data_wait": waited,
         "params": run.params,
-        "state_bytes": run.model.state_bytes(run.task.length),
+        "state_bytes": run.model.state_bytes(streaming.longest(run)),
         "baselines": run.objective.baselines(),
     }
     written = hosts.agree(lambda: write_json(folder / "result.json", result) or result)

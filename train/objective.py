@@ -97,7 +97,7 @@ class Objective:
         return self.task.baselines()
 
     def __call__(self, model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> Sums:
-        """Loss and accuracy; a test slices the accuracy by every bin of every attribute."""
+        """Loss and accuracy; a test slices the accuracy by every bin of every attribute, of text the loss too."""
         batch = self.view(batch, rng)
         found, reports = answers(model, params, batch, rng)
         loss, hits, weights = self.judge(found, batch, train=rng is not None)
@@ -105,7 +105,9 @@ class Objective:
         sums = {"loss": (loss.sum(), count), "accuracy": (hits.sum(), count)}
         sums |= {name: (value * count, count) for name, value in reports.items()}
         if rng is None:
-            sums |= sliced(self.attributes, batch, hits, weights)
+            sums |= sliced("accuracy", self.attributes, batch, hits, weights)
+            if self.task.next_token and self.likelihood:
+                sums |= sliced("loss", self.attributes, batch, loss, weights)
         if self.task.whole_answers:
             sums |= exact(self.attributes if rng is None else {}, batch, hits)
         return sums
@@ -163,13 +165,15 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float = 0.0)
     return (1 - smoothing) * loss - smoothing * jax.nn.log_softmax(logits).mean(-1)
 
 
-def sliced(attributes: Mapping[str, tuple[str, ...]], batch: Batch, hits: jax.Array, weights: jax.Array) -> Sums:
-    """Accuracy within every bin of every attribute."""
+def sliced(
+    metric: str, attributes: Mapping[str, tuple[str, ...]], batch: Batch, scores: jax.Array, weights: jax.Array
+) -> Sums:
+    """A metric within every bin of every attribute; `scores` are weighted already."""
     sums = {}
     for name, labels in attributes.items():
         bins = batch[f"attr_{name}"].reshape(-1)
-        sums[f"accuracy/{name}"] = tuple(
-            jax.ops.segment_sum(values.reshape(-1), bins, len(labels)) for values in (hits, weights)
+        sums[f"{metric}/{name}"] = tuple(
+            jax.ops.segment_sum(values.reshape(-1), bins, len(labels)) for values in (scores, weights)
         )
     return sums
 

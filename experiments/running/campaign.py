@@ -31,12 +31,15 @@ def plan(runs: Iterable[RunSpec], out: Path) -> dict[str, Planned]:
     """Each different config once; every mistake is told here, before any run starts."""
     found: dict[str, tuple[RunSpec, ConfigDict]] = {}
     for run in runs:
-        config = configs.load(run.config, texts(run))
+        config = configs.load(run.config, texts(run, out))
         configs.check(config)
         found.setdefault(configs.digest(config), (run, config))
     made = names([run for run, _ in found.values()])
     for name, (_, config) in zip(made, found.values(), strict=True):
         _refuse_other_config(out / name, config)
+    for run, _ in found.values():
+        if run.source_name and run.source_name not in made:
+            raise ValueError(f"a run begins with the parameters of {run.source_name}, and no run is called so")
     return {name: Planned(run, config_hash) for name, (config_hash, (run, _)) in zip(made, found.items(), strict=True)}
 
 
@@ -61,7 +64,10 @@ def carry_out(planned: Plan, out: Path, slots: int | None = None, launcher: str 
         folders.claim(out / name, item.run, item.config_hash)
     # Every setting's first seed first: later seeds find its program compiled, and a table fills evenly.
     ordered = sorted(planned, key=lambda name: planned[name].run.overrides.get("seed", 0))
-    jobs = [Job(name, command(planned[name].run, out / name), out / name) for name in ordered]
+    jobs = [
+        Job(name, command(run, out / name), out / name, after=run.source_name)
+        for name, run in ((name, planned[name].run) for name in ordered)
+    ]
     tally = follow(launch(jobs, slots or look().slots), out, len(jobs))
     made = rows.collect(out)
     rows.write(out / "rows.jsonl", made)

@@ -24,6 +24,7 @@ class Job:
     name: str
     command: list[str]
     folder: Path
+    after: str = ""  # the job that must have a result first
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,20 @@ def _reap(running: Running, todo: list[Job]) -> Iterator[Event]:
 
 
 def _fill(running: Running, todo: list[Job], places: Slots) -> Iterator[Event]:
-    """Starts jobs in the free slots; one that another process is training already waits for that process."""
+    """Starts jobs in the free slots; one that another process is training already waits for that process.
+
+    One that comes after another waits for its result, and without one has failed too.
+    """
     for job in list(todo):
         free = [slot for slot in range(len(places)) if slot not in running]
         if not free:
             break
+        if job.after in {other.name for other in (*todo, *(other for other, _ in running.values()))}:
+            continue
+        if job.after and not folders.finished(job.folder.parent / job.after):
+            todo.remove(job)
+            yield failed(job, 2, f"it begins with the parameters of {job.after}, which has no result")
+            continue
         if folders.in_use(job.folder):
             yield Event("wait", job.name, IN_USE)
             continue
@@ -110,6 +120,11 @@ def ended(job: Job, code: int) -> Event:
         error = "stopped before its last step; run again to continue"
     elif code < 0:
         error = f"killed by {signal.Signals(-code).name}"
+    return failed(job, code, error)
+
+
+def failed(job: Job, code: int, error: str) -> Event:
+    """A failure, left in the folder."""
     folders.write_json(job.folder / "failed.json", {"code": code, "error": error})
     return Event("fail", job.name, error)
 

@@ -19,12 +19,22 @@ class RunSpec:
     config: str  # a config file, with its argument if any: configs/synthetic.py:task=mqar,arch=mamba
     overrides: Mapping[str, Value]  # dotted config key -> value
     labels: Mapping[str, Value]  # the run's place in a table; its seed is not part of it
+    # Labels, without dots, of the run beside it, of the same seed, that its first parameters come from; None: drawn.
+    source: Mapping[str, Value] | None = None
 
     @property
     def coordinates(self) -> dict[str, Value]:
         """What tells this run from its neighbours."""
-        seed = {"seed": self.overrides["seed"]} if "seed" in self.overrides else {}
-        return {**self.labels, **seed}
+        return {**self.labels, **self.seed}
+
+    @property
+    def seed(self) -> dict[str, Value]:
+        return {"seed": self.overrides["seed"]} if "seed" in self.overrides else {}
+
+    @property
+    def source_name(self) -> str:
+        """The name of the folder, beside this run's, of its source; empty where there is none."""
+        return names([RunSpec(self.config, self.seed, self.source)])[0] if self.source is not None else ""
 
 
 def read_value(text: str) -> Value:
@@ -45,13 +55,14 @@ def with_argument(config: str, values: Mapping[str, Value]) -> str:
 
 
 def command(run: RunSpec, folder: Path) -> list[str]:
-    overrides = [f"--config.{key}={text}" for key, text in texts(run)]
+    overrides = [f"--config.{key}={text}" for key, text in texts(run, folder.parent)]
     return [sys.executable, "-m", "train", f"--config={run.config}", f"--workdir={folder}", *overrides]
 
 
-def texts(run: RunSpec) -> list[tuple[str, str]]:
-    """The overrides as they are written on a command line."""
-    return [(key, str(value)) for key, value in run.overrides.items()]
+def texts(run: RunSpec, out: Path = Path()) -> list[tuple[str, str]]:
+    """The overrides as they are written on a command line, for a run whose folder is in `out`."""
+    begins = {"init.path": out / run.source_name} if run.source_name else {}
+    return [(key, str(value)) for key, value in {**run.overrides, **begins}.items()]
 
 
 def names(runs: Sequence[RunSpec]) -> list[str]:

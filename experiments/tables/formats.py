@@ -229,7 +229,7 @@ def _percent(sheet: Sheet) -> bool:
 def _number(value: float, sheet: Sheet) -> str:
     if _percent(sheet):
         return f"{100 * value:.1f}"
-    return f"{value:.3f}" if sheet.layout.metric.endswith("loss") else f"{value:.4g}"
+    return f"{value:.3f}" if sheet.layout.metric.endswith(("loss", "bits_per_byte")) else f"{value:.4g}"
 
 
 def _costs(cells: Sequence[Cell], cost: str) -> str:

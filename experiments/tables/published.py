@@ -90,3 +90,31 @@ def recall(scale: str) -> Quotes:
         for pairs, values in columns.items()
         for width, value in zip(("64", "128", "256", "512"), values, strict=True)
     }
+
+
+def enwik8(scale: str) -> Quotes:
+    """Transformer-XL's, where ours is of its size."""
+    if scale != "paper":
+        return {}
+    how = "12 layers, 41M parameters, with 512 bytes of memory carried from row to row"
+    return {("attention",): Published(1.06, f"Dai et al. 2019, Transformer-XL (arXiv:1901.02860): {how}")}
+
+
+ENWIK8 = (
+    "Published, of larger models or with more context: 12 layers and 44M parameters 1.11, 64 layers and 235M 1.06"
+    " (Al-Rfou et al. 2018, arXiv:1808.04444); Transformer-XL of 12 layers and 41M 1.06, of 24 layers 0.99 (Dai et al."
+    " 2019, arXiv:1901.02860); Mega of 39M 1.02 (Ma et al. 2022, arXiv:2209.10655)."
+)
+
+# Perplexities of tokens have no place among bits per byte.
+SINKS = (
+    "A stretch ends at its length and begins where the one before ends. Published, in another unit: Xiao et al. 2023,"
+    " StreamingLLM (arXiv:2309.17453), perplexity of a book of 65K tokens by Llama-2-13B: all 5641, 0+1024 5158.07,"
+    " recompute 5.43, 4+1020 5.40; of 400K tokens of PG19 by Llama-2-7B with 0, 1, 2, 4, 8 first tokens in a cache of"
+    " 4096: 3359.95, 11.88, 10.51, 9.59, 9.54."
+)
+EXTENSION = (
+    "Published, in another unit: perplexity of Proof-pile by Llama-2-7B (4,096 tokens) made to read 8,192, fine-tuned,"
+    " at 4,096, 8,192 and 16,384: linear 3.51, 3.34, 102.7; ntk 3.75, 3.59, 74.4; yarn 3.51, 3.36, 77.2 (Peng et al."
+    " 2023, YaRN, arXiv:2309.00071, its released figures)."
+)

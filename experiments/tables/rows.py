@@ -20,7 +20,7 @@ from train.workdir import write_text
 Row = dict[str, Any]
 
 # Keys that a run may change on the way without its numbers becoming those of another run.
-HARMLESS = ("log_every", "checkpoint_every", "keep", "tensorboard", "resume_safe", "mesh")
+HARMLESS = ("log_every", "checkpoint_every", "keep", "tensorboard", "resume_safe", "mesh", "stream")
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def on_validation(metric: str) -> str:
 
 
 def lower_is_better(metric: str) -> bool:
-    return metric.endswith(("loss", "perplexity"))
+    return metric.endswith(("loss", "perplexity", "bits_per_byte"))
 
 
 def check_labels(rows: Sequence[Row], given: Sequence[str]) -> None:

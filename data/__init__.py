@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from data.adding import Adding
+from data.common_words import CommonWords
 from data.dates import Dates
 from data.induction import Induction
 from data.listops import ListOps
 from data.matching import Matching
 from data.mqar import Mqar
+from data.needles import MultiKey, MultiQuery, MultiValue, Needle, Passkey
 from data.running_sum import RunningSum
 from data.selective_copying import SelectiveCopying
 from data.shape_questions import ShapeQuestions
@@ -18,6 +20,7 @@ from data.strings import Copy, Reverse, Sort
 from data.task import SPLITS, Task
 from data.text import Text
 from data.translate import Translate
+from data.variable_tracking import VariableTracking
 from model.errors import UserError, choose, closest
 
 TASKS: dict[str, type[Task]] = {
@@ -36,6 +39,13 @@ TASKS: dict[str, type[Task]] = {
     "sort": Sort,
     "dates": Dates,
     "translate": Translate,
+    "passkey": Passkey,
+    "needle": Needle,
+    "multi_key": MultiKey,
+    "multi_value": MultiValue,
+    "multi_query": MultiQuery,
+    "variable_tracking": VariableTracking,
+    "common_words": CommonWords,
 }
 
 __all__ = ["SPLITS", "TASKS", "Task", "build"]

@@ -1,6 +1,7 @@
 """Asks a run's checkpoint something; the run is only read, and may still be going.
 
     python -m eval --workdir=runs/a [--split=test] [--step=latest] [--config.data.mqar.length=128 ...]
+    python -m eval --workdir=runs/a --suite=lengths [--split=test] [--config.test_lengths=128,256,512]
     python -m eval --workdir=runs/a --suite=generate --prompt="Once upon a" [--tokens=200] [--temperature=0.8]
     python -m eval --workdir=runs/a --suite=attention [--examples=8] [--prompt="1 9 2 10 1"]
     python -m eval --workdir=runs/a --suite=export --out=DIR [--family=llama]
@@ -39,7 +40,7 @@ WEIGHTS = cli.flag("weights", Name, None, "A folder of safetensors, in place of 
 STEP = cli.flag("step", Literal["best", "latest"] | Whole, "latest", "The checkpoint: a step, best or latest.")
 DISTRIBUTED = flags.DEFINE_bool("distributed", False, "accuracy: join the other hosts of a pod or cluster job.")
 OPTIONS = (
-    cli.flag("split", Literal[*SPLITS], "test", "accuracy, attention: train, validation or test."),
+    cli.flag("split", Literal[*SPLITS], "test", "accuracy, lengths, attention: train, validation or test."),
     cli.flag("examples", Count, 1, "attention: how many, from the first of the split on."),
     flags.DEFINE_string(
         "prompt",

@@ -6,9 +6,11 @@ from eval.accuracy import accuracy
 from eval.attention import attention
 from eval.continuation import continuation
 from eval.export import exported
+from eval.lengths import lengths
 
 SUITES: dict[str, Callable[..., None]] = {
     "accuracy": accuracy,
+    "lengths": lengths,
     "attention": attention,
     "generate": continuation,
     "export": exported,

@@ -29,6 +29,13 @@ SECTIONS = {
     "sort": {"length": 9, "min_length": 6},
     "dates": {},
     "translate": {"length": 12, "nouns": 5, "verbs": 3, "adjectives": 2},
+    "passkey": {"length": 24, "digits": 3},
+    "needle": {"length": 24, "value_words": 2},
+    "multi_key": {"length": 24, "n_needles": 3},
+    "multi_value": {"length": 32, "n_values": 3},
+    "multi_query": {"length": 32, "n_queries": 3},
+    "variable_tracking": {"length": 40, "n_chains": 2, "n_hops": 2},
+    "common_words": {"length": 64, "names": 64, "n_common": 3, "common_times": 10, "other_times": 2},
 }
 
 

@@ -56,3 +56,17 @@ def mean(total: np.ndarray, count: np.ndarray) -> np.ndarray:
 def scalars(metrics: Mapping[str, np.ndarray], prefix: str) -> dict[str, float]:
     """The plain numbers, named `SPLIT/METRIC` for the log."""
     return {f"{prefix}/{name}": float(value) for name, value in metrics.items() if np.ndim(value) == 0}
+
+
+def slices(
+    metrics: Mapping[str, np.ndarray], attributes: Mapping[str, tuple[str, ...]], prefix: str
+) -> dict[str, dict[str, float | None]]:
+    """The others, named `SPLIT/METRIC/ATTRIBUTE`: by the label of a bin, None where nothing was counted."""
+    return {
+        f"{prefix}/{name}": {
+            label: None if np.isnan(value) else float(value)
+            for label, value in zip(attributes[name.rpartition("/")[2]], values, strict=True)
+        }
+        for name, values in metrics.items()
+        if np.ndim(values)
+    }

@@ -22,7 +22,7 @@ from model.errors import UserError, out_of_memory
 from train import checkpoint, hosts, start
 from train import config as configs
 from train.checkpoint import Checkpoints
-from train.evaluate import evaluate, mean, scalars
+from train.evaluate import evaluate, mean, scalars, slices
 from train.feed import Feed
 from train.log import MetricsLog, Progress
 from train.manifest import read_manifest, step_folder
@@ -126,7 +126,7 @@ def loop(
         save(checkpoints, step, state, scores, c.best, clock, origin)
     best = checkpoints.best_score()
     reached = has_reached(scores, c)
-    status, pending, untested = "finished", None, {}
+    status, pending, untested, sliced = "finished", None, {}, {}
 
     with (
         MetricsLog(folder / "metrics.jsonl", step if restored is not None else None, c.tensorboard) as log,
@@ -182,10 +182,12 @@ def loop(
         logging.error("non-finite loss at step %d; the last good checkpoint is kept", step)
     else:
         status = "target" if reached else status
-        at_others, untested = at_lengths(lengths, state)
-        scores = scores | validate(run, state, "test") | at_others
+        at_others, untested, sliced = at_lengths(lengths, state)
+        tested = measure(run, state, "test")
+        scores = scores | scalars(tested, "test") | at_others
+        sliced = slices(tested, run.objective.attributes, "test") | sliced
     checkpoints.wait()
-    return finish(run, folder, status, step, int(state.nonfinite), scores, untested, clock, changes, origin)
+    return finish(run, folder, status, step, int(state.nonfinite), scores, sliced, untested, clock, changes, origin)
 
 
 def has_reached(scores: dict[str, float], c: ConfigDict) -> bool:
@@ -194,22 +196,29 @@ def has_reached(scores: dict[str, float], c: ConfigDict) -> bool:
 
 def validate(run: Run, state: RunState, split: str, prefix: str = "") -> dict[str, float]:
     """Scores on a split, named `SPLIT/METRIC`, or with another prefix for the split."""
+    return scalars(measure(run, state, split), prefix or split)
+
+
+def measure(run: Run, state: RunState, split: str) -> dict[str, np.ndarray]:
+    """Means over a split, and over the bins of every attribute."""
     c = run.config
     batches = pipeline.eval_batches(run.task, c.data.seed, split, c.batch_size, c.eval_batches)
-    return scalars(evaluate(run.eval_step, state.params, batches, run.batch_sharding), prefix or split)
+    return evaluate(run.eval_step, state.params, batches, run.batch_sharding)
 
 
-def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[dict[str, float], dict[str, str]]:
+def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[dict[str, float], dict[str, str], dict]:
     """Test scores at every length asked for, named `test/length_512/METRIC`; none where the model cannot go.
 
     Second, the lengths that this machine has no room for, with the reason: they count as failed, not as impossible.
+    Third, the scores within the bins of every attribute, named `test/length_512/METRIC/ATTRIBUTE`.
     """
     scores: dict[str, float] = {}
     untested: dict[str, str] = {}
+    sliced: dict[str, dict[str, float | None]] = {}
     for length, run in lengths.items():
         lacking, found = None, {}
         try:
-            found = validate(run, state, "test", f"test/length_{length}")
+            found = measure(run, state, "test")
         except UserError as error:
             print(f"not tested at length {length}: {error}")
             continue
@@ -219,11 +228,12 @@ def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[dict[str, f
                 raise
         lacking = next(filter(None, hosts.gather(f"test at length {length}", lacking)), None)
         if lacking is None:
-            scores |= found
+            scores |= scalars(found, f"test/length_{length}")
+            sliced |= slices(found, run.objective.attributes, f"test/length_{length}")
         else:
             print(f"not tested at length {length}: {lacking}")
             untested[str(length)] = "out of memory"
-    return scores, untested
+    return scores, untested, sliced
 
 
 def log_step(log: MetricsLog, progress: Progress, clock: "Clock", c: ConfigDict, step: int, sums: dict) -> bool:
@@ -277,6 +287,7 @@ def finish(
     steps: int,
     nonfinite: int,
     scores: dict[str, float],
+    sliced: dict[str, dict[str, float | None]],
     untested: dict[str, str],
     clock: "Clock",
     changes: list[dict[str, Any]],
@@ -310,6 +321,7 @@ def finish(
         "baselines": run.objective.baselines(),
         "nonfinite": nonfinite,
         "metrics": scores,
+        "slices": sliced,  # of the test's metrics: by the bins of each attribute, at every length tested
         "untested": untested,
     }
     return hosts.agree(lambda: write_json(folder / "result.json", result) or result)

@@ -9,6 +9,7 @@ from data.common_words import CommonWords
 from data.dates import Dates
 from data.induction import Induction
 from data.listops import ListOps
+from data.majority import Majority
 from data.matching import Matching
 from data.mqar import Mqar
 from data.needles import MultiKey, MultiQuery, MultiValue, Needle, Passkey
@@ -29,6 +30,7 @@ TASKS: dict[str, type[Task]] = {
     "induction": Induction,
     "listops": ListOps,
     "running_sum": RunningSum,
+    "majority": Majority,
     "text": Text,
     "adding": Adding,
     "shapes": Shapes,

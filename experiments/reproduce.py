@@ -39,15 +39,16 @@ def main(argv: list[str]) -> int:
     for name, table in TABLES.items():
         if name == argv[1] or name.startswith(argv[1] + "_"):
             scale = choose_scale(table, SCALE.value)
-            folder = name + (f"-{scale}" if scale != table.scales[0] else "")
-            codes.append(reproduce(table, scale, Path("runs", folder)))
+            ending = f"-{scale}" if scale != table.scales[0] else ""
+            out = Path("runs", (table.shares or name) + ending)
+            codes.append(reproduce(table, scale, out, Path("runs", name + ending)))
             if codes[-1] > 128:  # stopped by a signal
                 break
     return max(codes)
 
 
-def reproduce(table: Table, scale: str, out: Path) -> int:
-    """Fills one table, prints it and writes its files; the exit code."""
+def reproduce(table: Table, scale: str, out: Path, shown_in: Path | None = None) -> int:
+    """Fills one table by runs in `out`, prints it and writes its files, there or elsewhere; the exit code."""
     changed = {key: read_value(text) for key, text in cli.overrides()}
     runs = [replace(run, overrides={**run.overrides, **changed}) for run in table.runs(scale)]
     planned = campaign.plan(runs, out)
@@ -60,7 +61,7 @@ def reproduce(table: Table, scale: str, out: Path) -> int:
     shown = layout(table, scale)
     title = ", ".join([shown.title, *(f"{key}={value}" for key, value in changed.items())])
     made = sheet(filled, replace(shown, title=title))
-    show(made, [out / "rows.jsonl", *publish(made, out)])
+    show(made, [out / "rows.jsonl", *publish(made, shown_in or out)])
     return campaign.exit_code(tally)
 
 

@@ -19,6 +19,7 @@ SECTIONS = {
     "induction": {"length": 20},
     "listops": SHORT_LISTOPS | {"n_train": 50, "n_validation": 21, "n_test": 10},
     "running_sum": {"length": 20, "modulus": 3},
+    "majority": {"length": 12, "vocab_size": 6},
     "text": {"length": 16},
     "adding": {"length": 20},
     "shapes": {"side": 16},

@@ -19,6 +19,7 @@ class RunSpec:
     config: str  # a config file, with its argument if any: configs/synthetic.py:task=mqar,arch=mamba
     overrides: Mapping[str, Value]  # dotted config key -> value
     labels: Mapping[str, Value]  # the run's place in a table; its seed is not part of it
+    program: str = "train"  # the module that is run; another takes the same flags and leaves a result of the same form
 
     @property
     def coordinates(self) -> dict[str, Value]:
@@ -46,7 +47,7 @@ def with_argument(config: str, values: Mapping[str, Value]) -> str:
 
 def command(run: RunSpec, folder: Path) -> list[str]:
     overrides = [f"--config.{key}={text}" for key, text in texts(run)]
-    return [sys.executable, "-m", "train", f"--config={run.config}", f"--workdir={folder}", *overrides]
+    return [sys.executable, "-m", run.program, f"--config={run.config}", f"--workdir={folder}", *overrides]
 
 
 def texts(run: RunSpec) -> list[tuple[str, str]]:

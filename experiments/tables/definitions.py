@@ -1,6 +1,6 @@
 """The named tables, a file for each family. A new one is a function from a scale to runs and an entry in a TABLES."""
 
-from experiments.tables import positions, synthetics, training, transduction
+from experiments.tables import positions, ruler, speed, synthetics, training, transduction
 
-FAMILIES = (synthetics, positions, transduction, training)
+FAMILIES = (synthetics, positions, ruler, transduction, training, speed)
 TABLES = {table.name: table for family in FAMILIES for table in family.TABLES}

@@ -28,6 +28,7 @@ class Table:
     published: Callable[[str], Quotes] = lambda scale: {}  # scale -> numbers
     note: str = ""  # what others have published that is no number of this table's
     against: str = ""  # a cost that the plot sets the metric against
+    shares: str = ""  # the table whose runs it shows another number of
 
 
 def choose_scale(table: Table, given: str | None) -> str:

@@ -5,8 +5,7 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
-from data.haystack import ASK, FIRST, Haystack, Words
-from data.rng import distinct
+from data.haystack import ASK, FIRST, Haystack, Words, different
 from data.task import Example
 from model.settings import LONGEST, within
 
@@ -48,7 +47,7 @@ class CommonWords(Haystack):
 
     def examples(self, split: str, index: int, rng: np.random.Generator) -> Example:
         B, n = self.block, self.n_common
-        words = FIRST + distinct(rng, B, self.names, self.n_words)
+        words = FIRST + different(rng, B, self.names, self.n_words)
         times = np.where(np.arange(self.n_words) < n, self.common_times, self.other_times)
         places = np.repeat(np.arange(self.n_words), times)[: self.haystack]
         rows = rng.permuted(words[:, places], axis=1)

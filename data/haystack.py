@@ -14,6 +14,7 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
+from data.rng import distinct
 from data.task import Example, Task
 from model.settings import LONGEST, WIDEST, within
 
@@ -85,6 +86,16 @@ class Haystack(Task):
 def depth(starts: np.ndarray, last: int) -> np.ndarray:
     """Bins of sentences that begin at `starts`, of 0..last."""
     return DEPTHS * starts // (last + 1)
+
+
+def different(rng: np.random.Generator, rows: int, n: int, k: int) -> np.ndarray:
+    """`[rows, k]`: in each row k different numbers below n, in random order.
+
+    Many are taken from a permutation: clocks that ring at once would leave the order to the platform's sort.
+    """
+    if k * k <= 2 * n:
+        return distinct(rng, rows, n, k)
+    return rng.permuted(np.tile(np.arange(n), (rows, 1)), axis=1)[:, :k]
 
 
 def repeated(rng: np.random.Generator, rows: int, n: int, words: int) -> np.ndarray:

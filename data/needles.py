@@ -14,8 +14,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 
 from data.corpus import Corpus, open_corpus
-from data.haystack import ASK, FIRST, STOP, Haystack, depth, hide, repeated
-from data.rng import distinct
+from data.haystack import ASK, FIRST, STOP, Haystack, depth, different, hide, repeated
 from data.task import SPLITS, Example
 from model.errors import UserError
 from model.settings import LONGEST, within
@@ -110,7 +109,7 @@ class Needles(Haystack):
 
     def draw_names(self, rng: np.random.Generator) -> np.ndarray:
         """A name [B, n] for each needle, no two alike."""
-        return FIRST + distinct(rng, self.block, self.names, self.n_hidden)
+        return FIRST + different(rng, self.block, self.names, self.n_hidden)
 
     def draw_values(self, rng: np.random.Generator) -> np.ndarray:
         """A value [B, n, words] for each needle."""
@@ -205,7 +204,7 @@ class MultiValue(Needles):
         B, n = self.block, self.n_values
         key = FIRST + rng.integers(self.names, size=(B, 1))
         values = self.draw_values(rng)
-        values[..., 0] = self.first_value + distinct(rng, B, self.values, n)
+        values[..., 0] = self.first_value + different(rng, B, self.values, n)
         rows, depths = self.hidden(split, rng, np.repeat(key, n, axis=1), values)
         ordered = np.take_along_axis(values, np.argsort(values[..., :1], axis=1), axis=1)
         ending = np.concatenate([np.full((B, 1), ASK), key, ordered.reshape(B, -1)], axis=1)

@@ -5,8 +5,7 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
-from data.haystack import ASK, FIRST, STOP, Haystack, depth, hide, repeated
-from data.rng import distinct
+from data.haystack import ASK, FIRST, STOP, Haystack, depth, different, hide, repeated
 from data.task import Example
 from model.settings import within
 
@@ -40,8 +39,8 @@ class VariableTracking(Haystack):
 
     def examples(self, split: str, index: int, rng: np.random.Generator) -> Example:
         B, C, S = self.block, self.n_chains, self.n_hops + 1  # S: assignments of a chain
-        values = self.first_value + distinct(rng, B, self.values, C)
-        names = FIRST + distinct(rng, B, self.names, C * S).reshape(B, C, S)
+        values = self.first_value + different(rng, B, self.values, C)
+        names = FIRST + different(rng, B, self.names, C * S).reshape(B, C, S)
         held = np.concatenate([values[..., None], names[..., :-1]], axis=2)
         chain = rng.permuted(np.tile(np.repeat(np.arange(C), S), (B, 1)), axis=1)  # of each assignment in a row
         step = np.argsort(np.argsort(chain, axis=1, kind="stable"), axis=1) - S * chain  # and its number in the chain

@@ -10,8 +10,18 @@ from data import TASKS, build
 from data.haystack import ASK, FIRST, STOP, different, hide
 from data.pipeline import batch_at
 from data.rng import Stream
+from eval.accuracy import measure
+from eval.pictures import draw_grid
+from eval.restore import restore
+from eval.suites import SUITES
+from experiments.running.runs import texts
+from experiments.tables.definitions import TABLES
 from model.errors import UserError
 from tests.test_data import examples
+from train import config as configs
+from train.loop import train
+
+pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
 FAMILY = ("passkey", "needle", "multi_key", "multi_value", "multi_query", "variable_tracking", "common_words")
 WORDS = {"names": 30, "values": 20, "fillers": 9}
@@ -269,3 +279,79 @@ def test_mistakes_are_told_in_one_line(name, section, says):
     with pytest.raises(UserError, match=says) as error:
         build(name, section)
     assert "\n" not in str(error.value)
+
+
+# --- depth by length ---
+
+
+@pytest.fixture(scope="module")
+def needle_run(tmp_path_factory):
+    """A model that has hardly learned anything, and its result."""
+    folder = tmp_path_factory.mktemp("needle")
+    tiny = {"model.width": 8, "model.layers": 1, "model.mlp_width": 8, "data.needle.length": 12, "steps": 1}
+    tiny |= {"test_lengths": "12,24", "eval_batches": 4, "checkpoint_every": 0}
+    config = configs.load("configs/ruler.py:size=smoke", [(key, str(value)) for key, value in tiny.items()])
+    return folder, train(config, str(folder))
+
+
+def test_a_result_has_scores_by_depth_at_every_length(needle_run):
+    folder, result = needle_run
+    assert result["slices"].keys() == {
+        f"{test}/{metric}/depth"
+        for test in ("test", "test/length_12", "test/length_24")
+        for metric in ("accuracy", "exact")
+    }
+    for length in (12, 24):
+        found = measure(restore(str(folder), "latest", [("data.needle.length", str(length))]), "test")
+        for metric in ("accuracy", "exact"):
+            lines = result["slices"][f"test/length_{length}/{metric}/depth"]
+            known = {line["bin"]: line for line in found["slices"]["depth"]}
+            assert lines.keys() == known.keys() and len(lines) == 10
+            for label, value in lines.items():
+                assert value == (pytest.approx(known[label][metric], abs=1e-6) if known[label]["count"] else None)
+            total = sum(line["count"] for line in known.values())
+            mean = sum(line["count"] * lines[label] for label, line in known.items() if line["count"]) / total
+            assert mean == pytest.approx(result["metrics"][f"test/length_{length}/{metric}"], abs=1e-6)
+    assert None in result["slices"]["test/length_12/exact/depth"].values(), "no needle of 4 tokens begins so deep in 10"
+
+
+def test_depth_by_length_is_printed_and_drawn(needle_run, capsys, monkeypatch):
+    folder, result = needle_run
+    drawn = []
+    monkeypatch.setattr("eval.lengths.draw_grid", lambda *args: drawn.append(args) or draw_grid(*args))
+    SUITES["lengths"](restore(str(folder), "latest"), split="test")
+    printed = capsys.readouterr().out
+    ((path, title, (name, labels), lengths, values),) = drawn
+    assert (name, lengths, values.shape) == (
+        "depth",
+        (12, 24),
+        (10, 2),
+    ) and title == "needle: exact by length and depth"
+    for column, length in enumerate(lengths):
+        known = result["slices"][f"test/length_{length}/exact/depth"]
+        assert list(labels) == list(known)
+        assert values[:, column] == pytest.approx(
+            [np.nan if v is None else v for v in known.values()], nan_ok=True, abs=1e-6
+        )
+    assert path.read_bytes().startswith(b"\x89PNG") and path.parent == folder / "eval"
+    assert "length 12" in printed and "length 24" in printed and "90-100 %" in printed and str(path) in printed
+    with pytest.raises(UserError, match=r"test_lengths is \(\); give those to ask at"):
+        SUITES["lengths"](restore(str(folder), "latest", [("test_lengths", "()")]), split="test")
+
+
+# --- the tables ---
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["needle", "ruler"])
+@pytest.mark.parametrize("scale", ["small", "smoke"])
+def test_every_task_of_the_tables_can_be_asked_at_every_length(name, scale):
+    runs = {run.config.replace(run.labels["arch"], "s4d"): run for run in TABLES[name].runs(scale)}
+    for spec, run in runs.items():
+        config = configs.load(spec, texts(run))
+        task = build(config.data.task, config.data[config.data.task].to_dict())
+        assert config.test_lengths[0] == task.length and config.test_lengths[-1] >= 4 * task.length
+        for length in config.test_lengths:
+            longer = build(task.name, config.data[task.name].to_dict() | task.resized(length))
+            assert longer.vocab_size == task.vocab_size
+    assert configs.load("configs/ruler.py:arch=griffin").model.layers == 3, "with its attention, which is the third"

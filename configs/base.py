@@ -44,9 +44,9 @@ from train.objectives import OBJECTIVES
 @dataclass(frozen=True)
 class Model:
     # stack: layers of mixers, which read a pair of rows as one. towers: the same layers over each row of a pair.
-    # encoder_decoder: layers that read a source both ways, and layers that write its target and attend to it. seq2seq:
-    # a GRU or LSTM reads, another writes and looks back; without mixers or positions, it has of this section the width
-    # (half for each direction of the reader), the dropout and the dtype.
+    # encoder_decoder: bidirectional layers read a source, others write its target and attend to it. seq2seq: a GRU or
+    # LSTM reads, another writes and looks back; without mixers or positions, it has of this section the width (half for
+    # each direction of the reader), the dropout and the dtype.
     kind: Literal[*KINDS] = "stack"
     vocab_size: Literal[0] | Dim = 0  # 0: the task's; else no less than that
     width: Dim = 64
@@ -59,7 +59,9 @@ class Model:
     norm: Literal[*NORMS] = "rmsnorm"
     norm_eps: Positive = 1e-5
     final_norm: bool = True  # between the last layer and the head
-    norm_order: Literal[*NORM_ORDERS] = "pre"  # before each sub-layer, after the sum, before and after, or nowhere
+    norm_order: Literal[*NORM_ORDERS] = (
+        "pre"  # before each sub-layer, after the residual sum, before and after, or nowhere
+    )
     residual: bool = True  # False: a sub-layer's output takes the place of its input
     branch_scale: Positive = 1.0  # factor on what each sub-layer adds
     parallel: bool = False  # mixer and MLP read the same vectors, and both are added

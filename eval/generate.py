@@ -1,4 +1,4 @@
-"""Tokens one after another from the carried state: one pass over the prompt, then blocks of single steps."""
+"""Autoregressive generation from the carried state: prefill of the prompt, then blocks of decoding steps."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial

@@ -96,7 +96,7 @@ def with_grid(c: Mapping[str, Any], asked: Asked) -> Mapping[str, Any]:
 
 
 def encoder_decoder(c: Mapping[str, Any], asked: Asked) -> EncoderDecoder:
-    """Layers that read a source both ways, and layers that write its target and attend to what was read."""
+    """Layers that read a source bidirectionally, and layers that write its target and attend to what was read."""
     check_encoder_decoder(c, asked)
     reading = c["encoder_mixers"] or c["mixers"]
     model = EncoderDecoder(

@@ -1,4 +1,4 @@
-"""The model of two sequences: an encoder reads the source both ways, a decoder writes the target and looks at it."""
+"""The model of two sequences: a bidirectional encoder reads the source, a decoder writes the target."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar

@@ -49,10 +49,10 @@ def check_encoder_decoder(c: Mapping[str, Any], asked: Asked) -> None:
     needs_source("encoder_decoder", asked, closest="arch=attention")
     if not c["causal"]:
         raise UserError(
-            "model.causal is False, and a decoder writes forward; allowed: True, the encoder reads both ways"
+            "model.causal is False, and a decoder writes forward; allowed: True, the encoder is bidirectional"
         )
     check_layers(c, (*c["mixers"], *c["encoder_mixers"]))
-    check_reads_both_ways(c, c["encoder_mixers"] or c["mixers"])
+    check_bidirectional(c, c["encoder_mixers"] or c["mixers"])
 
 
 def check_seq2seq(c: Mapping[str, Any], asked: Asked) -> None:
@@ -109,22 +109,22 @@ def check_layers(c: Mapping[str, Any], names: tuple[str, ...]) -> None:
         )
 
 
-def check_reads_both_ways(c: Mapping[str, Any], names: tuple[str, ...]) -> None:
+def check_bidirectional(c: Mapping[str, Any], names: tuple[str, ...]) -> None:
     """Refuses, by name, what cannot stand in an encoder."""
     both = [name for name, mixer in sorted(MIXERS.items()) if not (mixer.forward_only or mixer.reads_memory)]
     for name in names:
         if MIXERS[entry(c, name).mixer].forward_only:
             near = closest(entry(c, name).mixer, both) or "; closest: attention"
             raise UserError(
-                f"{name!r} runs forward only, and an encoder reads both ways; set model.encoder_mixers to some of "
+                f"{name!r} runs forward only, and an encoder is bidirectional; set model.encoder_mixers to some of "
                 f"{', '.join(both)}{near}"
             )
         inside = entry(c, name).position or c["position"]
         if MIXERS[entry(c, name).mixer].softmax and POSITIONS[inside].causal_only:
             raise UserError(
-                f"position {inside!r} is for causal layers, and an encoder reads both ways; closest: "
+                f"position {inside!r} is for causal layers, and an encoder is bidirectional; closest: "
                 f"{'rope' if inside == 'xpos' else 'none'}"
             )
     for kind in mlps(c, names):
         if MLPS[kind] and MLPS[kind](parent=None, width=1).forward_only:
-            raise UserError(f"mlp {kind!r} looks back only, and an encoder reads both ways; closest: swiglu")
+            raise UserError(f"mlp {kind!r} looks back only, and an encoder is bidirectional; closest: swiglu")

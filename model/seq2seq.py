@@ -109,7 +109,7 @@ def write(
 
 
 class Seq2Seq(nn.Module):
-    """A recurrent network that reads a source both ways, and one that writes a target and looks back at every step.
+    """A bidirectional recurrent network reads a source, another writes a target and looks back at every step.
 
     It is called as an `EncoderDecoder` is. Where no source is given, a row of token ids is a source and behind it a
     target. Each token of the target is read and answered by the logits of the next: teacher forcing, where the tokens

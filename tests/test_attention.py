@@ -31,9 +31,9 @@ def slope(params, q_positions, k_positions):
 SOME = (CAUSAL | Prefix(3)) & window(40)
 CALLS = {
     "causal": {},
-    "both ways": {"mask": FULL},
+    "bidirectional": {"mask": FULL},
     "window": {"mask": CAUSAL & window(13)},
-    "window both ways": {"mask": window(13)},
+    "window bidirectional": {"mask": window(13)},
     "farther ahead than back": {"mask": Band(2, 30)},
     "prefix": {"mask": CAUSAL | Prefix(17)},
     "prefix alone": {"mask": Prefix(17)},

@@ -104,7 +104,7 @@ def test_padding_of_the_source_changes_nothing(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_who_sees_whom(shape):
-    """Logits know all of the source, and of the target what has been read; the source is read both ways."""
+    """Logits know all of the source, and of the target what has been read; the source is read bidirectionally."""
     _, variables, run = made(shape)
     whole, _ = run(variables, TARGET, source=SOURCE)
     for column in range(S):
@@ -119,7 +119,7 @@ def test_who_sees_whom(shape):
 
 
 @pytest.mark.parametrize("kind", ["attention", "gru", "s4d"])
-def test_the_encoder_reads_both_ways(kind):
+def test_the_encoder_is_bidirectional(kind):
     """The vector of the first token knows the last one."""
     model = build.build(config(mixers=(kind,), layers=1), ASKED)
     encoder, _ = model.sides()
@@ -224,7 +224,9 @@ def test_mixers_that_run_forward_only_say_so(name):
     assert (refused is not None) == MIXERS[name].forward_only
     c = config(mixers=("attention",), encoder_mixers=(name,))
     if MIXERS[name].forward_only:
-        with pytest.raises(UserError, match=f"'{name}' runs forward only, and an encoder reads both ways; .*closest: "):
+        with pytest.raises(
+            UserError, match=f"'{name}' runs forward only, and an encoder is bidirectional; .*closest: "
+        ):
             build.build(c, ASKED)
     else:
         jax.eval_shape(build.build(c, ASKED).init, jax.random.key(0), TARGET, source=SOURCE)

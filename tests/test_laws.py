@@ -83,7 +83,7 @@ def test_causality(case):
 
 
 DIRECTED = [(case, True) for case in CASES] + [(case, False) for case in PLAIN]
-IN_DIRECTION = [pytest.param(*c.values, d, id=f"{c.id}-{'causal' if d else 'both ways'}") for c, d in DIRECTED]
+IN_DIRECTION = [pytest.param(*c.values, d, id=f"{c.id}-{'causal' if d else 'bidirectional'}") for c, d in DIRECTED]
 
 
 @pytest.mark.quick

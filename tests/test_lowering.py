@@ -115,7 +115,7 @@ def test_cudnn_lowers(sizes):
 
 
 def mask_of(some) -> Mask:
-    mask = FULL if "both ways" in some else CAUSAL
+    mask = FULL if "bidirectional" in some else CAUSAL
     if "window" in some:
         mask = mask & window(40)
     return mask | Prefix(7) if "pattern" in some else mask
@@ -123,7 +123,7 @@ def mask_of(some) -> Mask:
 
 # Every way in which a call may differ from the plainest
 FEATURES = {
-    **dict.fromkeys(("window", "both ways", "pattern"), lambda n, H: {}),  # which `mask_of` brings
+    **dict.fromkeys(("window", "bidirectional", "pattern"), lambda n, H: {}),  # which `mask_of` brings
     "segments": lambda n, H: dict.fromkeys(("q_segments", "k_segments"), np.ones((1, n), np.int32)),
     "positions": lambda n, H: dict.fromkeys(("q_positions", "k_positions"), np.arange(n, dtype=np.int32)[None]),
     "bias": lambda n, H: dict(bias=Bias(np.ones(H, np.float32), slope, ("heads",))),

@@ -57,7 +57,7 @@ def test_a_run_learns_and_is_tested_by_its_objective(kind, text, tmp_path, capsy
 @pytest.mark.scale
 @pytest.mark.parametrize("mixer, causal", [("gru", "True"), ("attention", "False")])
 def test_a_label_for_each_token_is_learnt(mixer, causal, tmp_path):
-    """The sum of two, which who reads both ways cannot tell without knowing the place."""
+    """The sum of two, which a bidirectional model cannot tell without knowing the place."""
     task = [("data.task", "running_sum"), ("data.running_sum.length", "2"), ("model.causal", causal)]
     model = [("model.mixers", mixer), ("model.position", "sinusoidal"), ("model.width", "16"), ("model.pool", "cls")]
     rate = [("optim.lr", "0.01"), ("steps", "160"), ("eval_every", "0"), ("checkpoint_every", "0")]

@@ -253,7 +253,7 @@ REFUSED = {
         [("objective.prefix_lm.prefix", "4"), ("model.mixers", "mamba"), ("model.position", "none")],
         r"mixers \('mamba',\) have none; closest: model.mixers=attention and model.attention.prefix=4",
     ),
-    "a prefix and both ways": (
+    "a prefix and bidirectional": (
         "prefix_lm",
         [*NEEDS["prefix_lm"], ("model.causal", "False")],
         "sees it; closest: model.causal=True",

@@ -83,7 +83,7 @@ def one_way(variables, i: int):
 
 
 @pytest.mark.parametrize("name", MIXERS)
-def test_both_ways_is_one_forward_and_one_backward(name):
+def test_bidirectional_is_one_forward_and_one_backward(name):
     cls, half = MIXERS[name], zoo.WIDTH // 2
     both, alone = cls(width=zoo.WIDTH, hidden=half, causal=False), cls(width=half)
     variables, x = zoo.params(both), zoo.inputs(2, 7)

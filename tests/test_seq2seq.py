@@ -62,7 +62,7 @@ def test_a_step_by_hand():
     np.testing.assert_allclose(new["h"][0], want, atol=1e-5)
 
 
-def test_the_encoder_reads_both_ways(variables):
+def test_the_encoder_is_bidirectional(variables):
     """Every annotation depends on every token of the source, by the half that reads from its side."""
 
     def annotations(rows):

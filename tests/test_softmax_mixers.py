@@ -59,7 +59,7 @@ def test_a_document_that_opens_far_into_a_stream():
         np.testing.assert_allclose(y, whole[:, start:end], atol=2e-5)
 
 
-def test_a_prefix_is_seen_both_ways():
+def test_a_prefix_is_bidirectional():
     mixer = attention("none", prefix=3)
     variables, x = zoo.params(mixer), zoo.inputs(1, 8)
     sees = np.asarray(jax.jacobian(lambda x: mixer.apply(variables, x, Context())[0].sum(-1)[0])(x))  # [8, 1, 8, D]

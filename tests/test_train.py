@@ -62,7 +62,7 @@ def stacked(mixers: list[str]) -> list[tuple[str, str]]:
 @pytest.mark.scale
 @pytest.mark.usefixtures("quick_draws")
 @pytest.mark.parametrize(
-    "mixers, causal, mesh", SHARED, ids=["+".join(m) + ("" if c else "-both ways") for m, c, _ in SHARED]
+    "mixers, causal, mesh", SHARED, ids=["+".join(m) + ("" if c else "-bidirectional") for m, c, _ in SHARED]
 )
 def test_sharding_changes_nothing_but_rounding(mixers, causal, mesh):
     choice = [*stacked(mixers), ("model.causal", str(causal))]
@@ -100,7 +100,7 @@ def test_a_model_that_sees_its_answers_is_refused(reads, tmp_path):
     prepare(configs.load(DEBUG, text))
     with pytest.raises(UserError, match="task 'text' asks for the next token, and this model sees it; allowed"):
         prepare(configs.load(DEBUG, [*text, reads]))
-    prepare(load(reads))  # a task that asks elsewhere may be read both ways
+    prepare(load(reads))  # a task that asks elsewhere may be read bidirectionally
 
 
 @pytest.mark.quick

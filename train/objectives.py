@@ -39,7 +39,7 @@ class TaskTargets(Objective):
 
 @dataclass(frozen=True)
 class PrefixLM(Objective):
-    """The next token of running text whose first tokens see each other both ways, and are not asked for.
+    """The next token of running text whose first tokens see each other bidirectionally, and are not asked for.
 
     (https://arxiv.org/abs/1910.10683, section 3.2.)
     """
@@ -87,7 +87,7 @@ class PrefixLM(Objective):
 
 @dataclass(frozen=True)
 class Masked(Objective):
-    """Tokens that were masked in running text, read both ways (BERT, https://arxiv.org/abs/1810.04805)."""
+    """Tokens that were masked in running text, read bidirectionally (BERT, https://arxiv.org/abs/1810.04805)."""
 
     rate: Share = 0.15  # of the tokens, which are asked for
     mask: Fraction = 0.8  # of those, which a mask token hides

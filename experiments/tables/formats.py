@@ -184,7 +184,7 @@ def _score(cell: Cell | None, sheet: Sheet) -> str:
 
 
 def _percent(sheet: Sheet) -> bool:
-    return sheet.layout.metric.endswith("accuracy")
+    return sheet.layout.is_share
 
 
 def _number(value: float, sheet: Sheet) -> str:

@@ -42,6 +42,11 @@ class Layout:
     note: str = ""  # stands below
     against: str = ""  # the cost that the picture's horizontal axis is; none: a label
 
+    @property
+    def is_share(self) -> bool:
+        """Whether the metric is a share of targets or answers, printed in percent."""
+        return self.metric.endswith(("accuracy", "exact"))
+
 
 @dataclass(frozen=True)
 class Cell:

@@ -63,7 +63,7 @@ def _dots(axis: Axes, sheet: Sheet, column: int) -> None:
     axis.set_ylim(len(sheet.lines) - 0.4, -0.6)
     axis.tick_params(axis="y", length=0)
     axis.set_xlabel(sheet.layout.metric.replace("/", " "))
-    if sheet.layout.metric.endswith("accuracy"):
+    if sheet.layout.is_share:
         axis.set_xlim(-0.02, 1.04)
     for name, at in _trivial(sheet, column):
         axis.axvline(at, color=GREY, linestyle=":", linewidth=1)
@@ -119,7 +119,7 @@ def _lines(axis: Axes, sheet: Sheet, column: int, label: str, curves: Curves) ->
         axis.annotate("trained", (length, 1.0), xycoords=("data", "axes fraction"), fontsize=7, color=GREY, ha="center")
     if column == 0:
         axis.set_ylabel(sheet.layout.metric.replace("/", " "))
-    if sheet.layout.metric.endswith("accuracy"):
+    if sheet.layout.is_share:
         axis.set_ylim(-0.02, 1.04)
     for name, at in _trivial(sheet, column):
         axis.axhline(at, color=GREY, linestyle=":", linewidth=1)

@@ -9,7 +9,7 @@ from model.errors import choose
 
 
 def depth(scale: str) -> list[RunSpec]:
-    """The same Transformer at many depths, its norms before or after the sum, with and without warm-up."""
+    """The same Transformer at many depths, its norms before or after the residual sum, with and without warm-up."""
     layers, seeds = choose("scale", scale, {"small": ((2, 6, 12, 24, 48), 2), "smoke": ((2, 6), 1)})
     return [
         RunSpec(
@@ -50,7 +50,7 @@ def precision(scale: str) -> list[RunSpec]:
 TABLES = [
     Table(
         name="depth",
-        description="recall by Transformers of 2 to 48 layers, norms before or after the sum: which train",
+        description="recall by Transformers of 2 to 48 layers, norms before or after the residual sum: which train",
         runs=depth,
         scales=("small", "smoke"),
         by=("norm", "warmup"),

@@ -33,7 +33,7 @@ class Attention(Mixer):
     scale: Positive | None = None  # factor on the scores; None: 1 / sqrt(head_dim) of dot, 1 of the others
     window: Length | None = None  # a token sees those less than this far away; None: all
     sink_tokens: Whole = 0  # first tokens that stay visible outside the window, positions counted in the cache
-    prefix: Whole = 0  # the first tokens of a document see each other both ways
+    prefix: Whole = 0  # the first tokens of a document see each other bidirectionally
     qk_norm: bool | Literal["all"] = False  # queries and keys are normalised per head; all: over all heads together
     qk_norm_eps: Positive = 1e-5
     soft_cap: NotNegative = 0.0  # keeps scores within this by a tanh; 0: off

@@ -96,7 +96,7 @@ def orthogonal_gates(key: jax.Array, shape: tuple[int, ...], dtype: jax.typing.D
 
 
 class Recurrent(Mixer):
-    """A cell run over the length, and both ways a second one run backwards beside it."""
+    """A cell run over the length, and, bidirectional, a second one run backwards beside it."""
 
     hidden: Literal[0] | Dim = 0  # E, width of the state in each direction; 0: that of the model
 

@@ -125,7 +125,7 @@ class System(NamedTuple):
 
 
 class StateSpace(Mixer):
-    """A state space and what surrounds it: the way back where it runs both ways, the skip D, GELU, a gated output."""
+    """A state space and what surrounds it: if bidirectional a backward scan, the skip D, GELU, a gated output."""
 
     state: Annotated[int, within(2, WIDEST), even] = 64  # N, real size; half as many complex modes
     implementation: Literal["convolution", *SCANS] | None = None  # None picks

@@ -25,7 +25,7 @@ from model.ops.tiled_attention import tiled
 
 FEATURES = {
     "window": "a window on the distance",
-    "both ways": "no causal mask",
+    "bidirectional": "no causal mask",
     "pattern": "a mask that is no band of distances (a prefix)",
     "segments": "packed documents or padding",
     "positions": "positions other than 0, 1, 2, ... (a cache)",
@@ -73,7 +73,8 @@ IMPLEMENTATIONS = {
     "splash": Implementation(
         run=splash,
         summary="the TPU's fused kernel",
-        lacks=frozenset(FEATURES) - {"window", "both ways", "pattern", "segments", "stretch", "soft cap", "value dim"},
+        lacks=frozenset(FEATURES)
+        - {"window", "bidirectional", "pattern", "segments", "stretch", "soft cap", "value dim"},
         lacks_together=(frozenset({"pattern", "stretch"}),),
         chips=(Chip("tpu", head_dim=256),),
         dtypes=("bfloat16", "float32"),
@@ -83,8 +84,8 @@ IMPLEMENTATIONS = {
     "cudnn": Implementation(
         run=cudnn,
         summary="the GPU's fused kernel",
-        lacks=frozenset(FEATURES) - {"window", "both ways"},
-        lacks_together=(frozenset({"window", "both ways"}),),
+        lacks=frozenset(FEATURES) - {"window", "bidirectional"},
+        lacks_together=(frozenset({"window", "bidirectional"}),),
         chips=(Chip("gpu", capability=(8, 0), head_dim=128), Chip("gpu", capability=(9, 0), head_dim=256)),
         dtypes=("bfloat16", "float16"),
         head_dims=8,
@@ -189,7 +190,7 @@ def features(form: Form, o: Operands, with_lse: bool) -> set[str]:
     back, ahead = band or (None, 0)
     used = {
         "window": back is not None or bool(ahead),
-        "both ways": ahead != 0,
+        "bidirectional": ahead != 0,
         "pattern": band is None,
         "segments": o.k_segments is not None,
         "positions": form.stretches == 0,

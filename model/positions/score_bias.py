@@ -115,7 +115,7 @@ class T5(Position):
     Every layer has its own table, or as in T5 all layers of a stack have one.
     """
 
-    buckets: Annotated[int, within(4, WIDEST), even] = 32  # both ways, half of them are for later keys
+    buckets: Annotated[int, within(4, WIDEST), even] = 32  # bidirectional: half of them are for later keys
     max_distance: Count = 128  # from here on all distances share the last bucket
     shared: bool = False  # one table for all layers; False: one for each
 

@@ -56,7 +56,7 @@ def heads_first(x: torch.Tensor) -> torch.Tensor:
     return x.transpose(1, 2)
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 def test_grouped_queries(implementation, causal):
     def theirs(q, k, v):
         y = scaled_dot_product_attention(*map(heads_first, (q, k, v)), is_causal=causal, enable_gqa=True)

@@ -123,7 +123,7 @@ def test_alibi(heads):
     agree(theirs, partial(attention, bias=bias_of_ours, implementation="tiled"), normal(q=shape, k=shape, v=shape))
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 def test_t5_buckets(causal):
     far = np.arange(-400, 401)
     theirs = T5Attention._relative_position_bucket(torch.tensor(far), bidirectional=not causal)
@@ -131,7 +131,7 @@ def test_t5_buckets(causal):
     np.testing.assert_array_equal(np.asarray(buckets).ravel(), theirs.numpy())
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 def test_t5_bias(causal):
     config = T5Config(d_model=H * K, d_kv=K, num_heads=H, is_decoder=causal)
     module = T5Attention(config, has_relative_attention_bias=True, layer_idx=0)

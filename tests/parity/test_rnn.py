@@ -35,14 +35,14 @@ def variables(W, U, bias) -> dict:
     return {"params": dict(W={"kernel": W}, U=U, bias=bias)}
 
 
-@pytest.mark.parametrize("both_ways", [False, True], ids=["causal", "both ways"])
+@pytest.mark.parametrize("bidirectional", [False, True], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("name", PAIRS)
-def test_outputs(name, both_ways):
+def test_outputs(name, bidirectional):
     cls, module = PAIRS[name]
-    n = 2 if both_ways else 1
-    other = module(D, E, batch_first=True, bidirectional=both_ways)
+    n = 2 if bidirectional else 1
+    other = module(D, E, batch_first=True, bidirectional=bidirectional)
     # As wide as the directions side by side, so that no projection follows.
-    mixer = cls(width=n * E, hidden=E, causal=not both_ways)
+    mixer = cls(width=n * E, hidden=E, causal=not bidirectional)
 
     def theirs(x, **params):
         return torch.func.functional_call(other, torch_names(cls, **params), (x,))[0]

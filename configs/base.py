@@ -159,6 +159,8 @@ class Base:
     checkpoint_every: Whole = 200  # and at every new best; 0: only at the end
     keep: Count = 2  # newest checkpoints kept, besides the best
     best: Literal["accuracy", "loss"] = "accuracy"  # validation metric that names the best checkpoint
+    # What the test score is of: the last step, or the first with the best validation score, which is then always saved.
+    test_at: Literal["last", "best"] = "last"
     target: Fraction = 0.0  # stop early once validation accuracy reaches this; 0: never
     # On a non-finite loss: stop, skip (drop the update) or rollback (to the last checkpoint).
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"
@@ -174,6 +176,7 @@ class Base:
         "eval_batches",
         "checkpoint_every",
         "keep",
+        "test_at",
         "target",
         "nonfinite",
         "max_rollbacks",

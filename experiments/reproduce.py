@@ -4,16 +4,19 @@
 
 Call it again to take up where it stopped. A name takes along the tables that begin with it, unless --out names one
 folder: `positions` also fills `positions_text`. `python -m experiments.list` names the tables. `--config.KEY=VALUE`
-holds for all runs, and the table's title says so.
+holds for all runs, and the table's title says so. Runs of several revisions of the code go into one table only with
+--mixed, and it says so.
 """
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from experiments.running import campaign
+from absl import flags
+
+from experiments.running import campaign, folders
 from experiments.running.runs import read_value
-from experiments.tables import rows
+from experiments.tables import rows, sources
 from experiments.tables.definitions import TABLES
 from experiments.tables.layout import sheet
 from experiments.tables.publish import publish, show
@@ -21,12 +24,15 @@ from experiments.tables.table import SCALES, Table, choose_scale, layout
 from model.errors import UserError, choose
 from model.settings import Count, Name
 from train import cli
+from train.revision import revision
 
 SCALE = cli.flag("scale", Literal[*SCALES], None, f"One of {', '.join(SCALES)}, where the table has it.")
 JOBS = cli.flag("jobs", Count, None, "Runs at once; default one per accelerator, or one per core.")
 OUT = cli.flag(
     "out", Name, None, "Folder of TABLE alone; default runs/TABLE, or runs/TABLE-SCALE at another than its first scale."
 )
+
+MIXED = flags.DEFINE_bool("mixed", False, "Allow runs of several revisions of the code, or makes of the data.")
 
 
 def main(argv: list[str]) -> int:
@@ -54,6 +60,9 @@ def reproduce(table: Table, scale: str, out: Path, shown_in: Path | None = None)
     planned = campaign.plan(runs, out)
     for repeat in campaign.repeats(runs, planned):
         raise UserError(f"table {table.name} asks for one config twice, the second time as {repeat}")
+    if not MIXED.value and not all(folders.finished(out / name) for name in planned):
+        there = [row for row in rows.collect(out) if row["run"] in planned] if out.is_dir() else []
+        sources.refuse_other_code(there, revision(), str(out))
     tally = campaign.carry_out(planned, out, JOBS.value)
     if tally.stopped:
         return campaign.exit_code(tally)
@@ -61,6 +70,8 @@ def reproduce(table: Table, scale: str, out: Path, shown_in: Path | None = None)
     shown = layout(table, scale)
     title = ", ".join([shown.title, *(f"{key}={value}" for key, value in changed.items())])
     made = sheet(filled, replace(shown, title=title))
+    if not MIXED.value:
+        sources.refuse_mixture(made.mixed)
     show(made, [out / "rows.jsonl", *publish(made, shown_in or out)])
     return campaign.exit_code(tally)
 

@@ -115,6 +115,7 @@ SMALL = {
     "experiments.reproduce": ["--help"],
     "experiments.report": ["--help"],
     "experiments.bench": ["--help"],
+    "experiments.pack": [],
 }
 
 

@@ -249,6 +249,17 @@ BENCH = [
     *([name, word] for name in ("scan", "attention") for word in ("--config.steps=3", f"--config={DEBUG}")),
 ]
 LIST = [["extra"], [""], ["a", "b"], ["--nonsense"], [f"--config={DEBUG}"], ["--config.steps=3"], ["--workdir=w"]]
+PACK = [
+    [],
+    ["run"],
+    ["--out=new"],
+    ["run", "empty", "--out=new"],
+    *([name, "--out=new"] for name in ("", "nowhere", "notes.txt", "empty", "run", LONG)),
+    *([name, "--unpack", "--out=new"] for name in ("", "nowhere", "notes.txt", "empty", "run", LONG)),
+    *(["run", f"--out={name}"] for name in ("", "notes.txt", "notes.txt/x", "run", ".")),
+    *(["run", "--out=new", f"--size-mib={text}"] for text in ("0", "-1", "x", "", "1.5", HUGE)),
+    *(["run", "--out=new", word] for word in ("--checkpoints=none", "--config.steps=3", "--nonsense")),
+]
 LINES = {
     "train": TRAIN + from_declarations(),
     "eval": EVAL,
@@ -257,6 +268,7 @@ LINES = {
     "experiments.report": REPORT,
     "experiments.bench": BENCH,
     "experiments.list": LIST,
+    "experiments.pack": PACK,
 }
 
 

@@ -18,8 +18,7 @@ def evaluate(
     sharding: NamedSharding,
 ) -> dict[str, np.ndarray]:
     """Means over all batches: `loss`, `accuracy`, and a vector over bins for every `accuracy/ATTRIBUTE`."""
-    totals = tally(step, params, batches, sharding)
-    return {name: mean(total, count) for name, (total, count) in totals.items()}
+    return means(tally(step, params, batches, sharding))
 
 
 def tally(
@@ -47,6 +46,10 @@ def add(totals: dict[str, tuple[np.ndarray, np.ndarray]], sums: dict | None) -> 
         totals[name] = (old[0] + pair[0], old[1] + pair[1])
 
 
+def means(totals: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
+    return {name: mean(total, count) for name, (total, count) in totals.items()}
+
+
 def mean(total: np.ndarray, count: np.ndarray) -> np.ndarray:
     """NaN where nothing was counted, as in a bin that no example fell in."""
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -61,12 +64,17 @@ def scalars(metrics: Mapping[str, np.ndarray], prefix: str) -> dict[str, float]:
 def slices(
     metrics: Mapping[str, np.ndarray], attributes: Mapping[str, tuple[str, ...]], prefix: str
 ) -> dict[str, dict[str, float | None]]:
-    """The others, named `SPLIT/METRIC/ATTRIBUTE`: by the label of a bin, None where nothing was counted."""
+    """Those by attribute, named `SPLIT/METRIC/ATTRIBUTE`: by the label of a bin, None where nothing was counted."""
     return {
         f"{prefix}/{name}": {
             label: None if np.isnan(value) else float(value)
-            for label, value in zip(attributes[name.rpartition("/")[2]], values, strict=True)
+            for label, value in zip(attributes[attribute], values, strict=True)
         }
         for name, values in metrics.items()
-        if np.ndim(values)
+        if np.ndim(values) and (attribute := name.rpartition("/")[2]) in attributes
     }
+
+
+def counts(totals: Mapping[str, tuple[np.ndarray, np.ndarray]], prefix: str) -> dict[str, int]:
+    """How many targets each of those numbers rests on, under the same names."""
+    return {f"{prefix}/{name}": round(float(count)) for name, (_, count) in totals.items() if np.ndim(count) == 0}

@@ -1,16 +1,12 @@
 """A run from start to result: build, open the folder, restore, loop, report."""
 
 import contextlib
-import dataclasses
-import math
-import statistics
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,7 +18,8 @@ from model.errors import UserError, out_of_memory
 from train import checkpoint, hosts, start
 from train import config as configs
 from train.checkpoint import Checkpoints
-from train.evaluate import evaluate, mean, scalars, slices
+from train.clock import Clock
+from train.evaluate import counts, mean, means, scalars, slices, tally
 from train.feed import Feed
 from train.log import MetricsLog, Progress
 from train.manifest import read_manifest, step_folder
@@ -115,18 +112,22 @@ def loop(
     restored = checkpoints.restore(run.abstract)
     step, state = restored if restored is not None else (0, start.begin(run, source))
     scores: dict[str, float] = {}
+    revisions = [revision()]
     origin = source.origin if source and restored is None else None
     if restored is not None:
         print(f"resumed at step {step}")
         noted = read_manifest(step_folder(checkpoints.directory, step))["extra"]
         scores, origin = noted.get("scores", {}), noted.get("init")
+        revisions = list(dict.fromkeys([*noted.get("revisions", []), *revisions]))
         clock.resume(noted.get("wall_s", 0.0), noted.get("data_wait_s", 0.0))
+    extra = {"init": origin, "revisions": revisions}
     changes = sign_run(run, folder, step, origin)
     if origin and restored is None:  # so that whatever happens from here on, the source is not read again
-        save(checkpoints, step, state, scores, c.best, clock, origin)
+        save(checkpoints, step, state, None, scores, clock, extra)
     best = checkpoints.best_score()
     reached = has_reached(scores, c)
-    status, pending, untested, sliced = "finished", None, {}, {}
+    status, pending = "finished", None
+    tested: dict[str, Any] = {"targets": {}, "slices": {}, "untested": {}, "test_at": c.test_at, "tested_step": None}
 
     with (
         MetricsLog(folder / "metrics.jsonl", step if restored is not None else None, c.tensorboard) as log,
@@ -166,12 +167,15 @@ def loop(
                 progress.update(step, **{f"val {c.best}": scores[f"validation/{c.best}"]})
                 reached = has_reached(scores, c)
             # A new best is saved wherever it is found, unless nothing is to be saved before the end.
-            at_best = at_eval and c.checkpoint_every and rank(scores, c.best) > best
+            keeps_best = c.checkpoint_every or c.test_at == "best"
+            at_best = at_eval and keeps_best and rank(scores, c.best) > best
             if at_best:
                 best = rank(scores, c.best)
             if at_save or at_best or stop or reached:
                 log.sync()  # on the disk before the step that vouches for it
-                save(checkpoints, step, state, scores if at_eval else {}, c.best, clock, origin)
+                # The step to test is the first of equals, else a stop at a later one would change which it is.
+                score = rank(scores, c.best) if at_eval and (at_best or c.test_at == "last") else None
+                save(checkpoints, step, state, score, scores if at_eval else {}, clock, extra)
             if at_eval or at_save:
                 clock.pause()
             if stop and step < c.steps and not reached:
@@ -182,43 +186,65 @@ def loop(
         logging.error("non-finite loss at step %d; the last good checkpoint is kept", step)
     else:
         status = "target" if reached else status
-        at_others, untested, sliced = at_lengths(lengths, state)
-        tested = measure(run, state, "test")
-        scores = scores | scalars(tested, "test") | at_others
-        sliced = slices(tested, run.objective.attributes, "test") | sliced
+        at, scores, params = chosen(run, checkpoints, step, scores) if c.test_at == "best" else (step, scores, None)
+        final = state if params is None else state.replace(params=params)
+        found, (at_others, untested) = measure(run, final, "test"), at_lengths(lengths, final)
+        scores = scores | found.scores | at_others.scores
+        tested |= {"targets": found.targets | at_others.targets, "slices": found.slices | at_others.slices}
+        tested |= {"untested": untested, "tested_step": at}
     checkpoints.wait()
-    return finish(run, folder, status, step, int(state.nonfinite), scores, sliced, untested, clock, changes, origin)
+    ended = {"status": status, "steps": step, "nonfinite": int(state.nonfinite), "metrics": scores, **tested}
+    return finish(run, folder, clock, ended | {"changes": changes} | extra)
 
 
 def has_reached(scores: dict[str, float], c: ConfigDict) -> bool:
     return bool(c.target) and scores.get("validation/accuracy", 0.0) >= c.target
 
 
-def validate(run: Run, state: RunState, split: str, prefix: str = "") -> dict[str, float]:
-    """Scores on a split, named `SPLIT/METRIC`, or with another prefix for the split."""
-    return scalars(measure(run, state, split), prefix or split)
+def chosen(
+    run: Run, checkpoints: Checkpoints, step: int, scores: dict[str, float]
+) -> tuple[int, dict[str, float], Any | None]:
+    """The step that validation chose, its scores and its parameters; None for these where it is the last one."""
+    checkpoints.wait()
+    best = hosts.agree(checkpoints.best_step)
+    if best is None or best == step:
+        return step, scores, None
+    params = checkpoint.load_params(checkpoints.directory, run.abstract.params, best)
+    return best, read_manifest(step_folder(checkpoints.directory, best))["extra"]["scores"], params
 
 
-def measure(run: Run, state: RunState, split: str) -> dict[str, np.ndarray]:
-    """Means over a split, and over the bins of every attribute."""
+def validate(run: Run, state: RunState, split: str) -> dict[str, float]:
+    """Scores on a split, named `SPLIT/METRIC`."""
+    return measure(run, state, split).scores
+
+
+class Measured(NamedTuple):
+    """Of a split."""
+
+    scores: dict[str, float]  # named `SPLIT/METRIC`, or with another prefix
+    targets: dict[str, int]  # that each of them rests on
+    slices: dict[str, dict[str, float | None]]  # `SPLIT/METRIC/ATTRIBUTE` -> label of a bin -> score
+
+
+def measure(run: Run, state: RunState, split: str, prefix: str = "") -> Measured:
     c = run.config
     batches = pipeline.eval_batches(run.task, c.data.seed, split, c.batch_size, c.eval_batches)
-    return evaluate(run.eval_step, state.params, batches, run.batch_sharding)
+    totals = tally(run.eval_step, state.params, batches, run.batch_sharding)
+    found, name = means(totals), prefix or split
+    return Measured(scalars(found, name), counts(totals, name), slices(found, run.objective.attributes, name))
 
 
-def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[dict[str, float], dict[str, str], dict]:
+def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[Measured, dict[str, str]]:
     """Test scores at every length asked for, named `test/length_512/METRIC`; none where the model cannot go.
 
     Second, the lengths that this machine has no room for, with the reason: they count as failed, not as impossible.
-    Third, the scores within the bins of every attribute, named `test/length_512/METRIC/ATTRIBUTE`.
     """
-    scores: dict[str, float] = {}
+    tested = Measured({}, {}, {})
     untested: dict[str, str] = {}
-    sliced: dict[str, dict[str, float | None]] = {}
     for length, run in lengths.items():
-        lacking, found = None, {}
+        lacking, found = None, Measured({}, {}, {})
         try:
-            found = measure(run, state, "test")
+            found = measure(run, state, "test", f"test/length_{length}")
         except UserError as error:
             print(f"not tested at length {length}: {error}")
             continue
@@ -228,15 +254,14 @@ def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[dict[str, f
                 raise
         lacking = next(filter(None, hosts.gather(f"test at length {length}", lacking)), None)
         if lacking is None:
-            scores |= scalars(found, f"test/length_{length}")
-            sliced |= slices(found, run.objective.attributes, f"test/length_{length}")
+            tested = Measured(*(old | new for old, new in zip(tested, found, strict=True)))
         else:
             print(f"not tested at length {length}: {lacking}")
             untested[str(length)] = "out of memory"
-    return scores, untested, sliced
+    return tested, untested
 
 
-def log_step(log: MetricsLog, progress: Progress, clock: "Clock", c: ConfigDict, step: int, sums: dict) -> bool:
+def log_step(log: MetricsLog, progress: Progress, clock: Clock, c: ConfigDict, step: int, sums: dict) -> bool:
     """Logs a step's metrics where due; whether the step was finite."""
     values = {name: np.float32(mean(*pair)) for name, pair in jax.device_get(sums).items()}
     clock.tick()
@@ -264,14 +289,13 @@ def save(
     checkpoints: Checkpoints,
     step: int,
     state: RunState,
+    score: float | None,  # by which the best step is found
     scores: dict[str, float],
-    best: str,
-    clock: "Clock",
-    origin: dict[str, Any] | None,
+    clock: Clock,
+    extra: dict[str, Any],
 ) -> None:
-    score = rank(scores, best) if scores else None
-    extra = {"wall_s": clock.wall(), "data_wait_s": clock.waited, "scores": scores, "init": origin}
-    checkpoints.save(step, state, score, extra)
+    noted = {"wall_s": clock.wall(), "data_wait_s": clock.waited, "scores": scores, **extra}
+    checkpoints.save(step, state, score, noted)
 
 
 def rank(scores: dict[str, float], best: str) -> float:
@@ -280,96 +304,34 @@ def rank(scores: dict[str, float], best: str) -> float:
     return -score if best == "loss" else score
 
 
-def finish(
-    run: Run,
-    folder: Path,
-    status: str,
-    steps: int,
-    nonfinite: int,
-    scores: dict[str, float],
-    sliced: dict[str, dict[str, float | None]],
-    untested: dict[str, str],
-    clock: "Clock",
-    changes: list[dict[str, Any]],
-    origin: dict[str, Any] | None,
-) -> dict[str, Any]:
-    """Writes the result row: its presence says that the run is over."""
-    c, device = run.config, jax.devices()[0]
+def finish(run: Run, folder: Path, clock: Clock, ended: dict[str, Any]) -> dict[str, Any]:
+    """Writes the result row: its presence says that the run is over. `ended` holds what only the loop knows."""
+    c, device, waited = run.config, jax.devices()[0], clock.share_waited()
     result = {
-        "status": status,
+        **ended,
         "config_hash": configs.digest(c),
-        "changes": changes,  # of the config, on the way
         "revision": revision(),
         "data_fingerprint": run.task.fingerprint(c.data.seed),
+        "data": {"seed": c.data.seed, **run.task.parameters()},
         "task": c.data.task,
         "length": run.task.length,
         "kind": c.model.kind,
         "mixers": list(c.model.mixers),
         "position": c.model.position,
-        "init": origin,  # where the first parameters came from, if they were not drawn
         "seed": c.seed,
         "device": device.device_kind,
         "devices": jax.device_count(),
         "jax": jax.__version__,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "steps": steps,
         "wall_s": round(clock.wall(), 2),
         "steps_per_s": clock.steps_per_s(),
-        "data_wait": round(clock.waited / clock.wall(), 4),
+        "data_wait": waited,
         "params": run.params,
         "state_bytes": run.model.state_bytes(run.task.length),
         "baselines": run.objective.baselines(),
-        "nonfinite": nonfinite,
-        "metrics": scores,
-        "slices": sliced,  # of the test's metrics: by the bins of each attribute, at every length tested
-        "untested": untested,
     }
-    return hosts.agree(lambda: write_json(folder / "result.json", result) or result)
-
-
-@dataclasses.dataclass
-class Clock:
-    """Wall time over all of a run's processes, that spent waiting for data, and the time of a step without pauses."""
-
-    start: float = dataclasses.field(default_factory=time.monotonic)
-    before: float = 0.0
-    last: float | None = None
-    steps: list[float] = dataclasses.field(default_factory=list)
-    waited: float = 0.0
-    told: tuple[float, float] = (0.0, 0.0)  # wall and waited when `data_wait` was last asked
-
-    def resume(self, wall: float, waited: float) -> None:
-        """Goes on from what earlier processes noted."""
-        self.before, self.waited = wall, waited
-        self.told = self.wall(), waited
-
-    def tick(self) -> None:
-        now = time.monotonic()
-        if self.last is not None:
-            self.steps.append(now - self.last)
-        self.last = now
-
-    def pause(self) -> None:
-        """What happens until the next tick is not a step."""
-        self.last = None
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around what waits for data."""
-        since = time.monotonic()
-        try:
-            yield
-        finally:
-            self.waited += time.monotonic() - since
-
-    def data_wait(self) -> float:
-        """The share of wall time spent waiting for data since this was last asked, or since the process began."""
-        (wall, waited), self.told = self.told, (self.wall(), self.waited)
-        return round((self.told[1] - waited) / max(self.told[0] - wall, 1e-9), 4)
-
-    def wall(self) -> float:
-        return self.before + time.monotonic() - self.start
-
-    def steps_per_s(self) -> float | None:
-        median = statistics.median(self.steps) if self.steps else math.nan
-        return round(1 / median, 2) if median > 0 else None
+    written = hosts.agree(lambda: write_json(folder / "result.json", result) or result)
+    if jax.process_index() == 0:
+        took = f"{ended['steps']} steps and {result['wall_s']:.1f} s"
+        print(f"{ended['status']} after {took}, {waited:.1%} of which it waited for data")
+    return written

@@ -2,7 +2,7 @@
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from experiments.tables.layout import COSTS, Cell, Sheet, heading, plain, span
 
+TESTED = {"best": ["Tested at the step that validation chose"], "last": ["Tested at the last step"], "": []}
 SPREAD = "± is the sample standard deviation over seeds"
 
 
@@ -38,7 +39,8 @@ def arrange(sheet: Sheet) -> Arrangement:
         if len(sheet.columns) == 1:
             name = f"{name}: {what}" if name else what
         header += [name, "published"] if has_published else [name]
-    header += ["failed seeds", "params", "state bytes", "steps/s"]
+    counts = ["failed seeds"] + ([f"failed at other {_names(layout.tuned)}"] if layout.tuned else [])
+    header += [*counts, "params", "state bytes", "steps/s"]
 
     body = []
     for line, cells in sheet.lines.items():
@@ -52,18 +54,22 @@ def arrange(sheet: Sheet) -> Arrangement:
         runs = {run for cell in known for run in cell.runs}
         failed = {run for cell in known for run in cell.failed}
         texts.append(f"{len(failed)} of {len(runs)}")
+        if layout.tuned:
+            others = {run for cell in known for run in cell.others}
+            texts.append(f"{len({run for cell in known for run in cell.others_failed})} of {len(others)}")
         body.append(texts + [_costs(known, cost) for cost in COSTS])
     for name, spans in sheet.baselines.items():
         texts = [name, *[""] * (len(layout.by) - 1)]
         for found, has_published in zip(spans, quoted, strict=True):
             texts += [_range(found, lambda value: _number(value, sheet))] + [""] * has_published
-        body.append(texts + [""] * 4)
+        body.append(texts + [""] * (len(counts) + len(COSTS)))
 
     scores = f"{what[0].upper()}{what[1:]}; {SPREAD}"
-    tuned = [f"{', '.join(layout.tuned)} chosen on the validation split"] if layout.tuned else []
+    tuned = [_budget(sheet)] if layout.tuned else []
     lengths = ", ".join(map(str, sheet.trained))
     trained = [f"Trained at length {lengths}; blank: a length that the model cannot place"] if lengths else []
-    notes = [". ".join([scores, *tuned, *trained, sheet.provenance]) + "."]
+    notes = [". ".join([scores, *tuned, *TESTED[sheet.tested], *trained, *_targets(sheet), sheet.provenance]) + "."]
+    notes += [f"Mixed: {what}." for what in sheet.mixed]
     notes += [f"[{number}] {source}" for source, number in sources.items()]
     changed = {
         run: how for cells in sheet.lines.values() for cell in cells if cell for run, how in cell.changed.items()
@@ -131,7 +137,10 @@ def comma_separated(sheet: Sheet) -> str:
     layout, text = sheet.layout, io.StringIO()
     across = [layout.across] if layout.across else []
     writer = csv.writer(text, lineterminator="\n")
-    marked = ["changed"] if any(cell and cell.changed for cells in sheet.lines.values() for cell in cells) else []
+    every = [cell for cells in sheet.lines.values() for cell in cells if cell]
+    marked = ["changed"] if any(cell.changed for cell in every) else []
+    marked += ["targets"] if any(cell.targets for cell in every) else []
+    marked += [*layout.tuned, "others", "others_failed"] if layout.tuned else []
     scores = ["metric", "mean", "spread", "seeds", "failed", *marked]
     numbers = [*scores, *COSTS, *sheet.baselines, "published", "source"]
     writer.writerow([*layout.by, *across, *numbers])
@@ -144,7 +153,9 @@ def comma_separated(sheet: Sheet) -> str:
             trivial = [spans[i][0] if spans[i] else None for spans in sheet.baselines.values()]
             place = [*map(plain, line), *([plain(column)] if across else [])]
             scores = [layout.metric, summary.mean, summary.spread, summary.n, summary.failed]
-            scores += [len(cell.changed)] if marked else []
+            more = {"changed": len(cell.changed), "targets": cell.targets and cell.targets[0]} | dict(cell.chosen)
+            more |= {"others": len(cell.others), "others_failed": len(cell.others_failed)}
+            scores += [more[name] for name in marked]
             quote = [published.value, published.source] if published else [None, None]
             writer.writerow([*place, *scores, *costs, *trivial, *quote])
     return text.getvalue()
@@ -179,8 +190,35 @@ def _score(cell: Cell | None, sheet: Sheet) -> str:
         return "failed"
     text = _number(mean, sheet) + (f" ± {_number(spread, sheet)}" if spread is not None else "")
     remarks = {"failed": cell.summary.failed, "changed": len(cell.changed)}
-    said = ", ".join(f"{count} {what}" for what, count in remarks.items() if count)
-    return text + (f" ({said})" if said else "")
+    said = [f"{_names([key])} {plain(value)}" for key, value in cell.chosen.items()]
+    said += [f"{count} {what}" for what, count in remarks.items() if count]
+    return text + (f" ({', '.join(said)})" if said else "")
+
+
+def _names(labels: Iterable[str]) -> str:
+    """Labels as a table says them: `optim.lr` is lr."""
+    return ", ".join(label.rpartition(".")[2] for label in labels)
+
+
+def _budget(sheet: Sheet) -> str:
+    """How the tuned labels were chosen, and whether all had the same choice."""
+    low, high = span(cell.tried for cells in sheet.lines.values() for cell in cells if cell)
+    among = f"{low} settings a cell" if low == high else f"{low} to {high} settings a cell, so tuning was not equal"
+    return f"{_names(sheet.layout.tuned)} chosen on the validation split among {among}"
+
+
+def _targets(sheet: Sheet) -> list[str]:
+    """How many answers the score of one seed is the mean of, where the rows say it."""
+    found: dict[tuple[int, int], list[str]] = {}
+    for column, cells in zip(sheet.columns, zip(*sheet.lines.values(), strict=True), strict=True):
+        known = [cell.targets for cell in cells if cell and cell.summary.n]
+        if known and None not in known:
+            bounds = min(low for low, _ in known), max(high for _, high in known)
+            found.setdefault(bounds, []).append(heading(column, sheet.layout.across))
+    texts = {_range(bounds, lambda value: f"{value:,}"): columns for bounds, columns in found.items()}
+    whole = len(texts) == 1 and len(next(iter(texts.values()))) == len(sheet.columns)
+    said = [text + ("" if whole else f" ({', '.join(columns)})") for text, columns in texts.items()]
+    return [f"A seed's score rests on {', '.join(said)} targets"] if said else []
 
 
 def _percent(sheet: Sheet) -> bool:

@@ -12,11 +12,14 @@ from experiments.tables.rows import (
     changed,
     check_labels,
     check_metric,
+    check_validation,
     group,
+    score,
     summarise,
     unfold,
     varying,
 )
+from experiments.tables.sources import mixture
 from model.errors import UserError
 
 COSTS = ("params", "state_bytes", "steps_per_s")
@@ -57,6 +60,11 @@ class Cell:
     runs: frozenset[str]  # by name
     failed: frozenset[str]  # those of them without a number
     changed: Mapping[str, str]  # those that count, but changed their config on the way, and how
+    targets: tuple[int, int] | None  # fewest, most that a seed's score rests on; None: some run did not count them
+    chosen: Mapping[str, Any]  # of the tuned labels
+    tried: int  # settings of the tuned labels
+    others: frozenset[str]  # runs of the settings that were not chosen
+    others_failed: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,8 @@ class Sheet:
     baselines: Mapping[str, tuple[tuple[float, float] | None, ...]]  # name -> lowest, highest per column
     provenance: str
     trained: tuple[int, ...] = ()  # lengths of training, where those of testing are shown
+    tested: str = ""  # at which step, where the rows say it and agree
+    mixed: tuple[str, ...] = ()  # revisions and data that stand beside each other and should not
 
 
 def sheet(rows: Sequence[Row], layout: Layout) -> Sheet:
@@ -78,20 +88,27 @@ def sheet(rows: Sequence[Row], layout: Layout) -> Sheet:
     rows = unfold(rows) if lengths else rows
     check_labels(rows, [*keys, *layout.tuned])
     check_metric(rows, layout.metric)
+    if layout.tuned:
+        check_validation(rows, layout.metric, layout.tuned)
     kept = best(rows, layout.tuned, layout.metric) if layout.tuned else list(rows)
     mixed = [key for key in varying(kept) if key not in (*keys, *layout.tuned)]
     if mixed:
         raise UserError(
             f"rows of one cell differ in {', '.join(mixed)}, not only in seed; name it in --by, --across or --tune"
         )
-    places = group(kept, keys)
+    places, tried = group(kept, keys), group(rows, keys)
     columns = _ordered({place[-1] for place in places}, layout.across, layout) if layout.across else (None,)
     lines = {}
     for line in _lines(places, layout):
         at = [(*line, column) if layout.across else line for column in columns]
-        lines[line] = tuple(_cell(places[place], place, layout) if place in places else None for place in at)
+        lines[line] = tuple(
+            _cell(places[place], tried[place], place, layout) if place in places else None for place in at
+        )
     trained = sorted({row["length"] for row in kept if "length" in row}) if lengths else ()
-    return Sheet(layout, columns, lines, _baselines(kept, columns, layout), _provenance(rows), tuple(trained))
+    baselines = _baselines(kept, columns, layout)
+    tested = {row.get("test_at") for row in kept if score(row, layout.metric) is not None}
+    at = tested.pop() if len(tested) == 1 else None
+    return Sheet(layout, columns, lines, baselines, _provenance(rows), tuple(trained), at or "", mixture(rows))
 
 
 def span(values: Iterable[float | None]) -> tuple[float, float] | None:
@@ -110,12 +127,15 @@ def heading(column: Any, across: str | None) -> str:
     return "" if column is None else f"{across} {column}" if isinstance(column, int | float) else plain(column)
 
 
-def _cell(rows: Sequence[Row], place: tuple, layout: Layout) -> Cell:
+def _cell(rows: Sequence[Row], tried: Sequence[Row], place: tuple, layout: Layout) -> Cell:
+    """A cell of the rows that were chosen for it, of those that were tried."""
     data = {row["data_fingerprint"] for row in rows if "data_fingerprint" in row}
     if len(data) > 1:
         raise UserError(f"rows of {' '.join(map(plain, place))} were made on different data: {sorted(data)}")
     counted = [row for row in rows if summarise([row], layout.metric).n]
     costs = {cost: [row[cost] for row in counted if row.get(cost) is not None] for cost in COSTS}
+    targets = [row.get("targets", {}).get(layout.metric) for row in counted]
+    others = [row for row in tried if not any(row is one for one in rows)]
     return Cell(
         summary=summarise(rows, layout.metric),
         seeds=tuple((row["seed"], row["metrics"][layout.metric]) for row in counted),
@@ -124,6 +144,11 @@ def _cell(rows: Sequence[Row], place: tuple, layout: Layout) -> Cell:
         runs=frozenset(row["run"] for row in rows),
         failed=frozenset(row["run"] for row in rows) - {row["run"] for row in counted},
         changed={row["run"]: how for row in counted if (how := changed(row))},
+        targets=span(targets) if None not in targets else None,
+        chosen={key: rows[0]["labels"].get(key) for key in layout.tuned},
+        tried=len(group(tried, layout.tuned)),
+        others=frozenset(row["run"] for row in others),
+        others_failed=frozenset(row["run"] for row in others if score(row, layout.metric) is None),
     )
 
 

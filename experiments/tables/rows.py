@@ -115,7 +115,8 @@ def unfold(rows: Sequence[Row]) -> list[Row]:
     if not every:
         return list(rows)
     return [
-        {**row, "labels": {**row["labels"], "length": length}, "metrics": _at_length(row["metrics"], length)}
+        {**row, "labels": {**row["labels"], "length": length}}
+        | {key: _at_length(row[key], length) for key in ("metrics", "targets") if key in row}
         for place in group(rows, varying(rows)).values()
         for row in place
         for length in _lengths(place) or every
@@ -155,7 +156,7 @@ def best(rows: Sequence[Row], tuned: Sequence[str], metric: str) -> list[Row]:
 
     A setting with fewer failed seeds wins over a higher score; the test split plays no part.
     """
-    validation = "validation/" + metric.split("/")[-1]
+    validation = on_validation(metric)
     sign = 1 if lower_is_better(metric) else -1
     places = group(rows, [key for key in varying(rows) if key not in tuned])
 
@@ -164,6 +165,11 @@ def best(rows: Sequence[Row], tuned: Sequence[str], metric: str) -> list[Row]:
         return summary.failed, math.inf if summary.mean is None else sign * summary.mean
 
     return [row for place in places.values() for row in min(group(place, tuned).values(), key=rank)]
+
+
+def on_validation(metric: str) -> str:
+    """The same number on the validation split."""
+    return "validation/" + metric.split("/")[-1]
 
 
 def lower_is_better(metric: str) -> bool:
@@ -182,6 +188,13 @@ def check_metric(rows: Sequence[Row], metric: str) -> None:
     known: Mapping[str, None] = dict.fromkeys(key for row in rows for key in row["metrics"])
     if known and metric not in known:
         raise UserError(f"unknown metric {metric!r}; the rows have {', '.join(known)}{closest(metric, known)}")
+
+
+def check_validation(rows: Sequence[Row], metric: str, tuned: Sequence[str]) -> None:
+    """Refuses to choose blindly."""
+    known, asked = {key for row in rows for key in row["metrics"]}, on_validation(metric)
+    if known and asked not in known:
+        raise UserError(f"no row has {asked}, by which {', '.join(tuned)} is chosen; the test split is never asked")
 
 
 def _hashable(value: Any) -> Any:

@@ -6,7 +6,7 @@ from itertools import product
 
 from experiments.running.runs import RunSpec, Value
 from experiments.tables import published
-from experiments.tables.table import Table
+from experiments.tables.table import Table, over_grid
 from model.errors import choose
 
 RECURRENT = ("s4", "s4d", "s5", "lru", "rwkv", "rglru", "mamba", "mamba2")
@@ -54,14 +54,15 @@ def recall(scale: str) -> list[RunSpec]:
             "paper": ((64, 128, 256, 512), (4, 8, 16, 64), (1e-4, 4.6e-4, 2.2e-3, 1e-2), 1),
         },
     )
-    return [
+    runs = [
         RunSpec(
             f"configs/recall.py:arch={arch},width={width},pairs={k},size={scale}",
-            {"optim.lr": lr, "seed": seed},
-            {"arch": arch, "width": width, "pairs": k, "lr": lr},
+            {"seed": seed},
+            {"arch": arch, "width": width, "pairs": k},
         )
-        for arch, width, k, lr, seed in product(archs, widths, pairs, rates, range(seeds))
+        for arch, width, k, seed in product(archs, widths, pairs, range(seeds))
     ]
+    return over_grid(runs, {"optim.lr": rates})
 
 
 TABLES = [

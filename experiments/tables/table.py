@@ -1,9 +1,20 @@
-"""What a table is: a value, which runs fill it, how it is laid out, and what others have published."""
+"""What a table is: a value, which runs fill it, how it is laid out, and what others have published.
 
-from collections.abc import Callable
-from dataclasses import dataclass
+What makes one fair:
 
-from experiments.running.runs import RunSpec
+- Same data, same order: both depend on seeds alone, so that every architecture reads what the others read.
+- Same training: in a column all have as many steps of as many tokens, or the config says whose recipe it follows.
+- Same tuning budget: all are run on one grid of settings, and the validation split chooses, never the test split.
+- Same seeds: the mean and spread are over all of them; what failed is counted, at settings not chosen too.
+- Same test: of the step that validation chose (`test_at=best`) or of the last one; the table says which.
+- Same code: runs of several revisions, or of data made differently, share a table only by `--mixed`; it says so.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from experiments.running.runs import RunSpec, Value
 from experiments.tables.layout import Layout
 from experiments.tables.published import Quotes
 from model.errors import UserError, closest
@@ -29,6 +40,23 @@ class Table:
     note: str = ""  # what others have published that is no number of this table's
     against: str = ""  # a cost that the plot sets the metric against
     shares: str = ""  # the table whose runs it shows another number of
+
+
+def over_grid(runs: Iterable[RunSpec], grid: Mapping[str, Sequence[Value]]) -> list[RunSpec]:
+    """Every run at every point of a grid of settings: the same tuning budget for all.
+
+    Each setting is a label too, `lr` for `optim.lr`; a table that takes the best of it names it in `tuned`.
+    """
+    points = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    return [
+        replace(
+            run,
+            overrides={**run.overrides, **point},
+            labels={**run.labels, **{key.rpartition(".")[2]: value for key, value in point.items()}},
+        )
+        for run in runs
+        for point in points
+    ]
 
 
 def choose_scale(table: Table, given: str | None) -> str:

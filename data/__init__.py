@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from data.adding import Adding
+from data.common_words import CommonWords
 from data.copying import Copying
 from data.dates import Dates
 from data.delayed_recall import DelayedRecall
@@ -17,9 +18,11 @@ from data.mad_fuzzy_recall import MadFuzzyRecall
 from data.mad_memorization import MadMemorization
 from data.mad_recall import MadNoisyRecall, MadRecall
 from data.mad_selective_copying import MadSelectiveCopying
+from data.majority import Majority
 from data.matching import Matching
 from data.mqar import Mqar
 from data.mqar_mix import MqarMix
+from data.needles import MultiKey, MultiQuery, MultiValue, Needle, Passkey
 from data.pathfinder import Pathfinder
 from data.permutations import Permutations
 from data.pixels import LraImage, PermutedMnist, SequentialCifar, SequentialFashion, SequentialMnist
@@ -32,6 +35,7 @@ from data.strings import Copy, Reverse, Sort
 from data.task import SPLITS, Task
 from data.text import Text
 from data.translate import Translate
+from data.variable_tracking import VariableTracking
 from model.errors import UserError, choose, closest
 
 TASKS: dict[str, type[Task]] = {
@@ -51,6 +55,7 @@ TASKS: dict[str, type[Task]] = {
     "listops": ListOps,
     "running_sum": RunningSum,
     "permutations": Permutations,
+    "majority": Majority,
     "text": Text,
     "adding": Adding,
     "shapes": Shapes,
@@ -70,6 +75,13 @@ TASKS: dict[str, type[Task]] = {
     "pathfinder": Pathfinder,
     "aan": Aan,
     "wiki_links": WikiLinks,
+    "passkey": Passkey,
+    "needle": Needle,
+    "multi_key": MultiKey,
+    "multi_value": MultiValue,
+    "multi_query": MultiQuery,
+    "variable_tracking": VariableTracking,
+    "common_words": CommonWords,
 }
 
 __all__ = ["SPLITS", "TASKS", "Task", "build"]

@@ -1,6 +1,7 @@
 """Asks a run's checkpoint something; the run is only read, and may still be going.
 
     python -m eval --workdir=runs/a [--split=test] [--step=latest] [--config.data.mqar.length=128 ...]
+    python -m eval --workdir=runs/a --suite=lengths [--split=test] [--config.test_lengths=128,256,512]
     python -m eval --workdir=runs/a --suite=generate --prompt="Once upon a" [--tokens=200] [--temperature=0.8]
     python -m eval --workdir=runs/a --suite=attention [--examples=8] [--prompt="1 9 2 10 1"]
     python -m eval --workdir=runs/a --suite=reach

@@ -1,4 +1,4 @@
-"""Attention maps and their numbers as pictures."""
+"""Attention maps, their numbers and other grids as pictures."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,6 +95,30 @@ def draw_summary(path: Path, title: str, layers: Sequence[dict[str, Any]]) -> No
             axis = figure.add_subplot(grid[1, 2 * i : 2 * i + 2])
             score_panel(axis, layers, score, name)
             axis.tick_params(labelleft=i == 0)
+        figure.savefig(path)
+
+
+def draw_grid(
+    path: Path, title: str, lines: tuple[str, Sequence[str]], lengths: Sequence[int], values: np.ndarray
+) -> None:
+    """Scores from 0 to 1 `[lines, lengths]` as cells, the lines under a name and with labels."""
+    name, labels = lines
+    x, y = np.arange(len(lengths) + 1), np.arange(len(labels) + 1)
+    cells, shades = np.ma.masked_invalid(values), SHADES.with_extremes(bad=BLANK)
+    with rc_context(STYLE):
+        figure = Figure((1.8 + 0.75 * len(lengths), 1.2 + 0.3 * len(labels)), dpi=DPI, layout="constrained")
+        axis = figure.add_subplot()
+        axis.pcolormesh(x, y, cells, cmap=shades, vmin=0, vmax=1, edgecolors="white")
+        for (i, j), value in np.ma.ndenumerate(cells):
+            colour = "white" if value > 0.5 else "black"
+            axis.text(j + 0.5, i + 0.5, f"{value:.2f}", ha="center", va="center", fontsize=8, color=colour)
+        axis.set_xticks(x[:-1] + 0.5, map(str, lengths))
+        axis.set_yticks(y[:-1] + 0.5, labels)
+        axis.set(xlabel="length", ylabel=name)
+        axis.set_title(title, fontsize=9, loc="left")
+        axis.invert_yaxis()
+        axis.tick_params(length=0)
+        axis.spines[:].set_visible(False)
         figure.savefig(path)
 
 

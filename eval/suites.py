@@ -7,11 +7,13 @@ from eval.attention import attention
 from eval.context import context
 from eval.continuation import continuation
 from eval.export import exported
+from eval.lengths import lengths
 from eval.reach import reach
 from eval.stream import stream
 
 SUITES: dict[str, Callable[..., None]] = {
     "accuracy": accuracy,
+    "lengths": lengths,
     "attention": attention,
     "context": context,
     "stream": stream,

@@ -45,15 +45,16 @@ def main(argv: list[str]) -> int:
     for name, table in TABLES.items():
         if name == argv[1] or name.startswith(argv[1] + "_"):
             scale = choose_scale(table, SCALE.value)
-            folder = name + (f"-{scale}" if scale != table.scales[0] else "")
-            codes.append(reproduce(table, scale, Path("runs", folder)))
+            ending = f"-{scale}" if scale != table.scales[0] else ""
+            out = Path("runs", (table.shares or name) + ending)
+            codes.append(reproduce(table, scale, out, Path("runs", name + ending)))
             if codes[-1] > 128:  # stopped by a signal
                 break
     return max(codes)
 
 
-def reproduce(table: Table, scale: str, out: Path) -> int:
-    """Fills one table, prints it and writes its files; the exit code."""
+def reproduce(table: Table, scale: str, out: Path, shown_in: Path | None = None) -> int:
+    """Fills one table by runs in `out`, prints it and writes its files, there or elsewhere; the exit code."""
     changed = {key: read_value(text) for key, text in cli.overrides()}
     runs = [replace(run, overrides={**run.overrides, **changed}) for run in table.runs(scale)]
     planned = campaign.plan(runs, out)
@@ -71,10 +72,10 @@ def reproduce(table: Table, scale: str, out: Path) -> int:
     made = sheet(filled, replace(shown, title=title))
     if not MIXED.value:
         sources.refuse_mixture(made.mixed)
-    show(made, [out / "rows.jsonl", *publish(made, out)])
+    show(made, [out / "rows.jsonl", *publish(made, shown_in or out)])
     for metric in table.also:
         made = sheet(filled, replace(shown, title=title, metric=metric, published={}))
-        show(made, publish(made, out / metric.rpartition("/")[2]))
+        show(made, publish(made, (shown_in or out) / metric.rpartition("/")[2]))
     return campaign.exit_code(tally)
 
 

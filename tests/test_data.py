@@ -34,6 +34,7 @@ SECTIONS = {
     "listops": SHORT_LISTOPS | {"n_train": 50, "n_validation": 21, "n_test": 10},
     "running_sum": {"length": 20, "modulus": 3},
     "permutations": {"length": 20},
+    "majority": {"length": 12, "vocab_size": 6},
     "text": {"length": 16},
     "adding": {"length": 20},
     "shapes": {"side": 16},
@@ -53,6 +54,13 @@ SECTIONS = {
     "pathfinder": {"difficulty": "easy", "n_train": 70, "n_validation": 30, "n_test": 30},
     "aan": {"length": 30},
     "wiki_links": {"length": 30},
+    "passkey": {"length": 24, "digits": 3},
+    "needle": {"length": 24, "value_words": 2},
+    "multi_key": {"length": 24, "n_needles": 3},
+    "multi_value": {"length": 32, "n_values": 3},
+    "multi_query": {"length": 32, "n_queries": 3},
+    "variable_tracking": {"length": 40, "n_chains": 2, "n_hops": 2},
+    "common_words": {"length": 64, "names": 64, "n_common": 3, "common_times": 10, "other_times": 2},
 }
 
 

@@ -12,6 +12,7 @@ SMALL_MIX = {"length": 64, "vocab_size": 128, "train": ((16, 2, 500), (64, 10, 5
 
 # Task -> (its section, the digest of its training split with seed 0).
 DIGESTS = {
+    "common_words": ({}, "c53f04da17ae5dcb291d16db9c3d28e788c5f6a7b3413ccd9975986f1751429e"),
     "copying": ({}, "636d1003d00b37434c1eebb008333d172998be733abe8a6cca60a62164e533af"),
     "delayed_recall": ({}, "2075879527507ed984dab9cee216f92daf7b83098b3b7ff477c1bf15b33c8b44"),
     "lookup": ({}, "a8163f7b21302b9947e811d16a32cd161e63e5b8ec709f39ac31562ecbe662eb"),
@@ -21,9 +22,16 @@ DIGESTS = {
     "mad_noisy_recall": ({}, "d1fcf73bd0df05b9fe209b6369e7a5df59c2561cd72c39e90b343151466181ea"),
     "mad_recall": ({}, "5bd4d1b8f268a47f7b555280459979ab27a0bd7f75a34d44b51fed9655a21500"),
     "mad_selective_copying": ({}, "3b9c4c2882f06722af29167ad174260a2f25092412e4f8519c9621d66a3f200c"),
+    "majority": ({}, "1021c0a3224e10cf84e6137342feaacf477b3cf392e0a4daef824652d7c964cb"),
     "mqar_mix": (SMALL_MIX, "c9c0eea7ed224e57e1f3b1163a10e71b7f0f13b670688bdff487382eac06f852"),
+    "multi_key": ({}, "d1240f6136e968d7584f74473f4cf4db140c355b69aa7826910f075d4af3a29c"),
+    "multi_query": ({}, "f7dc3734443f19769b9ff019ef3edab4177735e6f84918290c8526ccdcb420ba"),
+    "multi_value": ({}, "12657db2b54c1305a3e5a7748bdb1986dc4c8efcf80d30d4b5498254d8dfa0bd"),
+    "needle": ({}, "0803058948d2b06037584289eea6f0c7e80bafee90f5b1cd14e33026f11085c6"),
+    "passkey": ({}, "070f96846a5605a5d98460eb0a4abf05bbc65face4fb124ed3e2d156e578b342"),
     "pathfinder": ({}, "747b3461b45a331e4228a6a415de0239e45f3f570a43677de91dce9a94d70ae5"),
     "permutations": ({}, "fd664c6b721e77a9ed9a93629af9becc2e0b2a71be161d91d35bddc043302f2f"),
+    "variable_tracking": ({"n_chains": 2}, "3616f7d995bc74fd8b8c09565bfe72dcee24775621571e682611a2886f662971"),
 }
 
 

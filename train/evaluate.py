@@ -64,6 +64,20 @@ def scalars(metrics: Mapping[str, np.ndarray], prefix: str) -> dict[str, float]:
     return {f"{prefix}/{name}": float(value) for name, value in metrics.items() if np.ndim(value) == 0}
 
 
+def slices(
+    metrics: Mapping[str, np.ndarray], attributes: Mapping[str, tuple[str, ...]], prefix: str
+) -> dict[str, dict[str, float | None]]:
+    """Those by attribute, named `SPLIT/METRIC/ATTRIBUTE`: by the label of a bin, None where nothing was counted."""
+    return {
+        f"{prefix}/{name}": {
+            label: None if np.isnan(value) else float(value)
+            for label, value in zip(attributes[attribute], values, strict=True)
+        }
+        for name, values in metrics.items()
+        if np.ndim(values) and (attribute := name.rpartition("/")[2]) in attributes
+    }
+
+
 def counts(totals: Mapping[str, tuple[np.ndarray, np.ndarray]], prefix: str) -> dict[str, int]:
     """How many targets each of those numbers rests on, under the same names."""
     return {f"{prefix}/{name}": round(float(count)) for name, (_, count) in totals.items() if np.ndim(count) == 0}

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -19,7 +19,7 @@ from train import checkpoint, hosts, start, streaming
 from train import config as configs
 from train.checkpoint import Checkpoints
 from train.clock import Clock
-from train.evaluate import bits_per_byte, counts, mean, means, scalars, tally
+from train.evaluate import bits_per_byte, counts, mean, means, scalars, slices, tally
 from train.feed import Feed
 from train.log import MetricsLog, Progress
 from train.manifest import read_manifest, step_folder
@@ -128,7 +128,7 @@ def loop(
     best = checkpoints.best_score()
     reached = has_reached(scores, c)
     status, pending = "finished", None
-    tested: dict[str, Any] = {"targets": {}, "untested": {}, "test_at": c.test_at, "tested_step": None}
+    tested: dict[str, Any] = {"targets": {}, "slices": {}, "untested": {}, "test_at": c.test_at, "tested_step": None}
 
     with (
         MetricsLog(folder / "metrics.jsonl", step if restored is not None else None, c.tensorboard) as log,
@@ -189,10 +189,10 @@ def loop(
         status = "target" if reached else status
         at, scores, params = chosen(run, checkpoints, step, scores) if c.test_at == "best" else (step, scores, None)
         final = state if params is None else state.replace(params=params)
-        found, targets = measure(run, final, "test")
-        at_others, of_others, untested = at_lengths(lengths, final)
-        scores = scores | found | at_others | streaming.scores(run, final.params)
-        tested |= {"targets": targets | of_others, "untested": untested, "tested_step": at}
+        found, (at_others, untested) = measure(run, final, "test"), at_lengths(lengths, final)
+        scores = scores | found.scores | at_others.scores | streaming.scores(run, final.params)
+        tested |= {"targets": found.targets | at_others.targets, "slices": found.slices | at_others.slices}
+        tested |= {"untested": untested, "tested_step": at}
     checkpoints.wait()
     ended = {"status": status, "steps": step, "nonfinite": int(state.nonfinite), "metrics": scores, **tested}
     return finish(run, folder, clock, ended | {"changes": changes} | extra)
@@ -216,32 +216,38 @@ def chosen(
 
 def validate(run: Run, state: RunState, split: str) -> dict[str, float]:
     """Scores on a split, named `SPLIT/METRIC`."""
-    return measure(run, state, split)[0]
+    return measure(run, state, split).scores
 
 
-def measure(run: Run, state: RunState, split: str, prefix: str = "") -> tuple[dict[str, float], dict[str, int]]:
-    """Scores on a split, named `SPLIT/METRIC` or with another prefix, and how many targets each of them rests on."""
+class Measured(NamedTuple):
+    """Of a split."""
+
+    scores: dict[str, float]  # named `SPLIT/METRIC`, or with another prefix
+    targets: dict[str, int]  # that each of them rests on
+    slices: dict[str, dict[str, float | None]]  # `SPLIT/METRIC/ATTRIBUTE` -> label of a bin -> score
+
+
+def measure(run: Run, state: RunState, split: str, prefix: str = "") -> Measured:
     c = run.config
     batches = pipeline.eval_batches(run.task, c.data.seed, split, c.batch_size, c.eval_batches)
     totals, name = tally(run.eval_step, state.params, batches, run.batch_sharding), prefix or split
     found, targets = means(totals), counts(totals, name)
     in_bits = bits_per_byte(run.objective, found["loss"])
-    return scalars(found | in_bits, name), targets | {f"{name}/{unit}": targets[f"{name}/loss"] for unit in in_bits}
+    targets |= {f"{name}/{unit}": targets[f"{name}/loss"] for unit in in_bits}
+    return Measured(scalars(found | in_bits, name), targets, slices(found, run.objective.attributes, name))
 
 
-def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[dict[str, float], dict[str, int], dict[str, str]]:
+def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[Measured, dict[str, str]]:
     """Test scores at every length asked for, named `test/length_512/METRIC`; none where the model cannot go.
 
-    Second, their numbers of targets. Third, the lengths that this machine has no room for, with the reason: they count
-    as failed, not as impossible.
+    Second, the lengths that this machine has no room for, with the reason: they count as failed, not as impossible.
     """
-    scores: dict[str, float] = {}
-    targets: dict[str, int] = {}
+    tested = Measured({}, {}, {})
     untested: dict[str, str] = {}
     for length, run in lengths.items():
-        lacking, found, counted = None, {}, {}
+        lacking, found = None, Measured({}, {}, {})
         try:
-            found, counted = measure(run, state, "test", f"test/length_{length}")
+            found = measure(run, state, "test", f"test/length_{length}")
         except UserError as error:
             print(f"not tested at length {length}: {error}")
             continue
@@ -251,12 +257,11 @@ def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[dict[str, f
                 raise
         lacking = next(filter(None, hosts.gather(f"test at length {length}", lacking)), None)
         if lacking is None:
-            scores |= found
-            targets |= counted
+            tested = Measured(*(old | new for old, new in zip(tested, found, strict=True)))
         else:
             print(f"not tested at length {length}: {lacking}")
             untested[str(length)] = "out of memory"
-    return scores, targets, untested
+    return tested, untested
 
 
 def log_step(log: MetricsLog, progress: Progress, clock: Clock, c: ConfigDict, step: int, sums: dict) -> bool:

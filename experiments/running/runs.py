@@ -21,6 +21,7 @@ class RunSpec:
     labels: Mapping[str, Value]  # the run's place in a table; its seed is not part of it
     # Labels, without dots, of the run beside it, of the same seed, that its first parameters come from; None: drawn.
     source: Mapping[str, Value] | None = None
+    program: str = "train"  # the module that is run; another takes the same flags and leaves a result of the same form
 
     @property
     def coordinates(self) -> dict[str, Value]:
@@ -56,7 +57,7 @@ def with_argument(config: str, values: Mapping[str, Value]) -> str:
 
 def command(run: RunSpec, folder: Path) -> list[str]:
     overrides = [f"--config.{key}={text}" for key, text in texts(run, folder.parent)]
-    return [sys.executable, "-m", "train", f"--config={run.config}", f"--workdir={folder}", *overrides]
+    return [sys.executable, "-m", run.program, f"--config={run.config}", f"--workdir={folder}", *overrides]
 
 
 def texts(run: RunSpec, out: Path = Path()) -> list[tuple[str, str]]:

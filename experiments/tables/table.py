@@ -41,6 +41,7 @@ class Table:
     published: Callable[[str], Quotes] = lambda scale: {}  # scale -> numbers
     note: str = ""  # what others have published that is no number of this table's
     against: str = ""  # a cost that the plot sets the metric against
+    shares: str = ""  # the table whose runs it shows another number of
 
 
 def over_grid(runs: Iterable[RunSpec], grid: Mapping[str, Sequence[Value]]) -> list[RunSpec]:

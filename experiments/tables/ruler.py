@@ -1,0 +1,55 @@
+"""Needles in haystacks, and RULER's other questions to a long context."""
+
+from itertools import product
+
+from configs.ruler import SIZES
+from experiments.running.runs import RunSpec
+from experiments.tables.table import Table
+from model.errors import choose
+
+ARCHS = ("attention", "alibi", "window", "s4d", "mamba", "mamba2", "rglru", "rwkv6", "hybrid", "griffin")
+
+
+def needle(scale: str) -> list[RunSpec]:
+    """One needle, looked for by every architecture, at lengths far past those of training."""
+    return [
+        RunSpec(f"configs/ruler.py:task=needle,arch={arch},size={scale}", {"seed": seed}, {"arch": arch})
+        for arch in ARCHS
+        for seed in range(choose("scale", scale, {"small": 3, "smoke": 1}))
+    ]
+
+
+def ruler(scale: str) -> list[RunSpec]:
+    """Every task, at the length of training and at four times that."""
+    archs, seeds = choose("scale", scale, {"small": (ARCHS, 1), "smoke": (("attention", "mamba2"), 1)})
+    length, tasks = SIZES[scale]["length"], SIZES[scale]["tasks"]
+    return [
+        RunSpec(
+            f"configs/ruler.py:task={task},arch={arch},size={scale}",
+            {"test_lengths": (length, 4 * length), "seed": seed},
+            {"arch": arch, "task": task},
+        )
+        for arch, task, seed in product(archs, tasks, range(seeds))
+    ]
+
+
+TABLES = [
+    Table(
+        name="needle",
+        description="a needle in a haystack, its whole value, trained on short rows, tested on long",
+        runs=needle,
+        scales=("small", "smoke"),
+        by=("arch",),
+        across="length",
+        metric="test/exact",
+    ),
+    Table(
+        name="ruler",
+        description="RULER's tasks, made small: trained on each alone, tested there and at four times the length",
+        runs=ruler,
+        scales=("small", "smoke"),
+        by=("arch", "length"),
+        across="task",
+        metric="test/accuracy",
+    ),
+]

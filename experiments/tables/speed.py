@@ -1,0 +1,82 @@
+"""How fast architectures train and in how much memory, as their rows grow."""
+
+from itertools import product
+
+from experiments.running.runs import RunSpec
+from experiments.tables.layout import Published
+from experiments.tables.published import Quotes
+from experiments.tables.table import Table
+from model.errors import choose
+
+ARCHS = ("attention", "window", "s4", "s4d", "s5", "lru", "b2s6", "rglru", "rwkv6", "mamba", "mamba2", "hybrid")
+LENGTHS = {"small": (1024, 2048, 3072, 4096, 8192, 16384), "smoke": (256, 512)}
+
+LRA = (
+    "Tay et al. 2020, Long Range Arena (arXiv:2011.04006), table 2: Text, 32 rows a step over 16 TPU v3 chips,"
+    " memory of one of them"
+)
+# Its rows of 1,000 to 4,000 bytes, by the name that the architecture has here.
+LRA_TABLE = {
+    "steps_per_s": {
+        "attention": ((8.1, 4.9, 2.3, 1.4), "Transformer"),
+        "window": ((9.2, 8.4, 7.4, 7.4), "Local Attention"),
+    },
+    "memory_gb": {
+        "attention": ((0.85, 2.65, 5.51, 9.48), "Transformer"),
+        "window": ((0.42, 0.76, 1.06, 1.37), "Local Attention"),
+    },
+}
+MEGA = (
+    "Published beside the Transformer's at rows of 4,000 bytes: Ma et al. 2022, Mega (arXiv:2209.10655), table 2: S4"
+    " 4.8 times as fast in 0.14 of the memory."
+)
+
+
+def lra_speed(scale: str) -> list[RunSpec]:
+    """Every architecture at every length, each in a process of its own."""
+    return [
+        RunSpec(
+            f"configs/lra_speed.py:arch={arch},length={length},size={scale}",
+            {},
+            {"arch": arch, "length": length},
+            program="experiments.measurements.steps",
+        )
+        for arch, length in product(ARCHS, choose("scale", scale, LENGTHS))
+    ]
+
+
+def quotes(metric: str, scale: str) -> Quotes:
+    if scale == "smoke":
+        return {}
+    return {
+        (arch, str(length)): Published(value, f"{LRA}; {name}")
+        for arch, (values, name) in LRA_TABLE[metric].items()
+        for length, value in zip(LENGTHS[scale], values, strict=False)
+    }
+
+
+TABLES = [
+    Table(
+        name="lra_speed",
+        description="steps a second of models in the size of Long Range Arena's Text, by length",
+        runs=lra_speed,
+        scales=("small", "smoke"),
+        by=("arch",),
+        across="length",
+        metric="steps_per_s",
+        published=lambda scale: quotes("steps_per_s", scale),
+        note=MEGA,
+    ),
+    Table(
+        name="lra_speed_memory",
+        description="gigabytes that the same steps take on one device",
+        runs=lra_speed,
+        scales=("small", "smoke"),
+        by=("arch",),
+        across="length",
+        metric="memory_gb",
+        published=lambda scale: quotes("memory_gb", scale),
+        note=MEGA,
+        shares="lra_speed",
+    ),
+]

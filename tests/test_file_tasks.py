@@ -316,8 +316,9 @@ def test_a_model_trains_on_them(flags, sets_root, tmp_path):
         f"data.{task}.root={sets_root}",
         *rest,
         "model.causal=False",
-        "steps=3",
-        "batch_size=8",
+        "steps=2",
+        "batch_size=2",
+        "eval_batches=1",
     ]
     command = fork(
         "train", "--config=configs/debug.py", f"--workdir={tmp_path / 'run'}", *(f"--config.{word}" for word in words)

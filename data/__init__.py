@@ -6,11 +6,13 @@ from typing import Any
 
 from data.adding import Adding
 from data.dates import Dates
+from data.imdb import Imdb
 from data.induction import Induction
 from data.listops import ListOps
 from data.matching import Matching
 from data.mqar import Mqar
 from data.pathfinder import Pathfinder
+from data.pixels import LraImage, PermutedMnist, SequentialCifar, SequentialFashion, SequentialMnist
 from data.retrieval import Aan, WikiLinks
 from data.running_sum import RunningSum
 from data.selective_copying import SelectiveCopying
@@ -38,6 +40,12 @@ TASKS: dict[str, type[Task]] = {
     "sort": Sort,
     "dates": Dates,
     "translate": Translate,
+    "smnist": SequentialMnist,
+    "psmnist": PermutedMnist,
+    "sfashion": SequentialFashion,
+    "scifar": SequentialCifar,
+    "image": LraImage,
+    "imdb": Imdb,
     "pathfinder": Pathfinder,
     "aan": Aan,
     "wiki_links": WikiLinks,

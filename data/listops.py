@@ -5,22 +5,28 @@ Above the deepest level a node is an operator with chance 1/4, else a digit; on 
 operator (MIN, MAX, MED, SM, equally likely) has 2..max_args arguments, uniformly. A digit is one token, an
 operator two, and a tree is kept if min_length < tokens < max_length. LRA's data went through a set, so it
 has no duplicates; here examples are independent, which at LRA's lengths is the same thing.
+
+Instead of the law, `source` may name the trees that LRA released (`python -m data.prepare lra_listops`).
 """
 
+import dataclasses
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from data import bins
+from data.prepared import PreparedSet, open_set
 from data.rng import Stream
-from data.task import Example, Task
+from data.task import SPLITS, Example, Task
 from model.errors import UserError
-from model.settings import Count, Length, within
+from model.settings import Count, Length, Name, within
 
 TOKENS = ("<pad>", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
 ZERO, MIN, CLOSE = TOKENS.index("0"), TOKENS.index("[MIN"), TOKENS.index("]")
+END = len(TOKENS)  # protocol s4
 
 _TRIES = 100_000  # candidate trees per example before the bounds are called hopeless
 
@@ -97,12 +103,16 @@ def solve(tree: Tree, digits: np.ndarray) -> tuple[int, np.ndarray]:
 
 @dataclass(frozen=True)
 class ListOps(Task):
-    """Nested prefix expressions of MIN, MAX, MED and SM over digits: name the value (Long Range Arena)."""
+    """Nested prefix expressions of MIN, MAX, MED and SM over digits: name the value (Long Range Arena).
+
+    Protocol `lra` reads the tokens alone, at most 2,000. Protocol `s4` (https://github.com/state-spaces/s4,
+    src/dataloaders/lra.py) puts an end mark after them; its length is 2048, and its 18 ids count besides the 17 here an
+    unknown token, which never comes.
+    """
 
     name: ClassVar[str] = "listops"
     kind: ClassVar[str] = "classify"
     n_classes: ClassVar[int] = 10
-    vocab_size: ClassVar[int] = len(TOKENS)
 
     length: Length = 2000  # tokens, padding included
     max_depth: Annotated[int, within(2, 100)] = 10  # levels of the tree
@@ -112,19 +122,71 @@ class ListOps(Task):
     n_train: Count = 96_000
     n_validation: Count = 2000
     n_test: Count = 2000
+    protocol: Literal["lra", "s4"] = "lra"
+    source: Literal["law", "released"] = "law"  # released: what was prepared below `root`, by the law's defaults
+    root: Name = "downloads"  # the folder given to data.prepare
+
+    @functools.cached_property
+    def stored(self) -> PreparedSet:
+        return open_set(self.root, "lra_listops")
+
+    @property
+    def vocab_size(self) -> int:
+        return len(TOKENS) + (self.protocol == "s4")
 
     def check(self) -> None:
+        if self.source == "released":
+            self.check_released()
         nodes = [self.max_args**d for d in range(self.max_depth)]
         longest = sum(nodes) + sum(nodes[:-1])
         # A lone digit is one token long: from min_length 1 on, every tree kept has an operator at its root.
         self.bound("min_length", 1, longest - 1, f"the largest tree has {longest} tokens")
         self.bound("max_length", self.min_length + 2, why=f"min_length {self.min_length}, both bounds excluded")
-        self.bound("length", min(self.max_length - 1, longest), why="the longest tree kept must fit")
+        end = int(self.protocol == "s4")
+        self.bound("length", min(self.max_length - 1, longest) + end, why="the longest tree kept must fit")
+
+    def check_released(self) -> None:
+        """What was released has its own law: a setting of it that was changed would be read by nobody."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("length", "protocol", "source", "root") and value != field.default:
+                raise UserError(
+                    f"data.listops.{field.name} is {value}, but source='released' has its own law; "
+                    f"closest: {field.default}, or source=law"
+                )
+        assert self.stored  # one that is not there is said before anything is built
 
     def sizes(self) -> dict[str, int | None]:
+        if self.source == "released":
+            return {split: len(self.stored.arrays[f"{split}_values"]) for split in SPLITS}
         return {"train": self.n_train, "validation": self.n_validation, "test": self.n_test}
 
     def example(self, split: str, index: int, rng: np.random.Generator) -> Example:
+        value, tokens, depth = self.read(split, index) if self.source == "released" else self.make(rng)
+        n = len(tokens)
+        inputs, segments = np.zeros((2, self.length), np.int32)
+        inputs[:n] = tokens
+        if self.protocol == "s4":
+            inputs[n] = END
+        segments[: n + (self.protocol == "s4")] = 1
+        return {
+            "inputs": inputs,
+            "segments": segments,
+            "targets": np.array(value, np.int32),
+            "weights": np.array(1, np.float32),
+            "attr_length": np.array(n.bit_length() - 1, np.int32),
+            "attr_depth": np.array(depth - 2, np.int32),
+        }
+
+    def read(self, split: str, index: int) -> tuple[int, np.ndarray, int]:
+        """Value, tokens and levels of a tree that was released."""
+        arrays = self.stored.arrays
+        tokens = arrays[f"{split}_tokens"][slice(*arrays[f"{split}_starts"][index : index + 2])]
+        open_brackets = np.cumsum((tokens >= MIN).astype(np.int32) - 2 * (tokens == CLOSE))
+        return arrays[f"{split}_values"][index], tokens, 1 + int(open_brackets.max())
+
+    def make(self, rng: np.random.Generator) -> tuple[int, np.ndarray, int]:
+        """Value, tokens and levels of a tree by the law."""
         for _ in range(_TRIES):
             tree = grow(rng, self.max_depth, self.max_args, self.max_length)
             if tree is not None and self.min_length < tree.length < self.max_length:
@@ -134,18 +196,7 @@ class ListOps(Task):
                 f"no tree of {self.min_length} < tokens < {self.max_length} in {_TRIES:,} tries; lower "
                 f"data.listops.min_length or raise max_depth ({self.max_depth}) or max_args ({self.max_args})"
             )
-        value, tokens = solve(tree, rng.integers(10, size=tree.levels[-1]))
-        inputs, segments = np.zeros((2, self.length), np.int32)
-        inputs[: tree.length] = tokens
-        segments[: tree.length] = 1
-        return {
-            "inputs": inputs,
-            "segments": segments,
-            "targets": np.array(value, np.int32),
-            "weights": np.array(1, np.float32),
-            "attr_length": np.array(tree.length.bit_length() - 1, np.int32),
-            "attr_depth": np.array(len(tree.levels) - 3, np.int32),
-        }
+        return *solve(tree, rng.integers(10, size=tree.levels[-1])), len(tree.levels) - 1
 
     @property
     def attributes(self) -> dict[str, tuple[str, ...]]:
@@ -157,12 +208,21 @@ class ListOps(Task):
     def baselines(self) -> dict[str, float]:
         return dict(_baselines(self))
 
+    def parameters(self) -> dict[str, Any]:
+        """Where the bytes lie does not matter, and what came later says nothing while it is as it always was."""
+        later = {"protocol": "lra", "source": "law"}
+        return {k: v for k, v in dataclasses.asdict(self).items() if k != "root" and later.get(k) != v}
+
+    def content(self) -> Iterable[bytes]:
+        return (self.stored.digest.encode(),) if self.source == "released" else ()
+
 
 @functools.cache
 def _baselines(task: ListOps, samples: int = 2000) -> dict[str, float]:
     """Always the commonest value; and the commonest value under each root operator, the first token."""
     counts = np.zeros((4, 10))
     stream = Stream(0, "baselines")
+    samples = min(samples, task.size("train")) if task.source == "released" else samples
     for index in range(samples):
         example = task.example("train", index, stream.at(index))
         counts[example["inputs"][0] - MIN, example["targets"]] += 1

@@ -28,7 +28,7 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PreparedSet:
     name: str
     arrays: Mapping[str, np.ndarray]  # mapped, read only
@@ -45,7 +45,7 @@ def open_set(root: str, name: str) -> PreparedSet:
     place = folder(root, name)
     try:
         written = (place / MANIFEST).stat()
-    except OSError:
+    except (OSError, ValueError):  # the latter of a name that no file can have
         raise UserError(f"no prepared set {name!r} below {root!r}; make it by: {command(root, name)}") from None
     return _opened(str(root), name, str(place), written.st_mtime_ns)
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,12 +20,9 @@ class Stored(Task):
     The seed changes nothing: examples are what they are. It still shuffles the epochs.
     """
 
-    root: Name = "downloads"  # the folder given to data.prepare
+    set_name: ClassVar[str]  # the prepared set; a property where a field decides
 
-    @property
-    def set_name(self) -> str:
-        """The prepared set."""
-        raise NotImplementedError
+    root: Name = "downloads"  # the folder given to data.prepare
 
     @functools.cached_property
     def stored(self) -> PreparedSet:

@@ -33,6 +33,16 @@ def book(tmp_path_factory):
     return path
 
 
+@pytest.fixture(scope="session")
+def sets_root(tmp_path_factory):
+    """A folder with every set that tasks read, in small."""
+    from tests import sets  # once the environment above is set
+
+    root = tmp_path_factory.mktemp("sets")
+    sets.write(root)
+    return root
+
+
 @pytest.fixture(scope="module")
 def quickly_compiled():
     """For modules where nothing runs long enough to be worth optimising."""

@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from data.prepared import writing
+from tests.stores import stores
 
 RNG = np.random.default_rng(7)
 
@@ -111,6 +112,30 @@ def zipped(path: Path, files: Mapping[str, bytes]) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         for name, content in files.items():
             archive.writestr(name, content)
+
+
+def write(root: Path) -> None:
+    """What the tasks of files read, prepared: 100 training examples and 40 to test."""
+    for name, shape in (("mnist", (28, 28)), ("fashion-mnist", (28, 28)), ("cifar10", (32, 32, 3))):
+        images = RNG.integers(256, size=(140, *shape), dtype=np.uint8)
+        labels = RNG.integers(10, size=140, dtype=np.uint8)
+        ready(root, name, **halves(images=images, labels=labels))
+    texts = [f"{'good' if i % 2 else 'bad'} film, the {i}th, café {'x' * (i % 60)}".encode() for i in range(140)]
+    arrays = halves(labels=np.arange(140, dtype=np.uint8) % 2)
+    for part, some in (("train", texts[:100]), ("test", texts[100:])):
+        arrays[f"{part}_text"] = np.frombuffer(b"".join(some), np.uint8)
+        arrays[f"{part}_starts"] = np.cumsum([0, *map(len, some)])
+    ready(root, "imdb", **arrays)
+    for name, pairs in stores().items():
+        ready(root, name, **pairs)
+
+
+def halves(**arrays: np.ndarray) -> dict[str, np.ndarray]:
+    return {
+        f"{part}_{name}": array[cut]
+        for name, array in arrays.items()
+        for part, cut in (("train", slice(100)), ("test", slice(100, None)))
+    }
 
 
 def ready(root: Path, name: str, **arrays: np.ndarray) -> None:

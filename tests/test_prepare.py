@@ -224,6 +224,12 @@ def test_a_truncated_zip(tmp_path):
         (b"( [MAX 1 ) 2\t1", "row 3: its brackets do not make one expression"),
         (b"[MAX 1 2 ] [MIN 3 4 ]\t1", "row 3: its brackets do not make one expression"),
         (b"<pad>\t1", "row 3: it has b'<pad>'"),
+        (b"7\t7", "row 3: its brackets do not make one expression"),
+        (
+            b"[MAX " * 10 + b"1" + b" ]" * 10 + b"\t1",
+            "row 3: it has 11 levels and 21 tokens; the law is up to 10 and 1999",
+        ),
+        (b"[MAX" + b" 1" * 1998 + b" ]\t1", "row 3: it has 2 levels and 2000 tokens"),
     ],
 )
 def test_a_bad_row_of_listops_is_named_by_its_number(tmp_path, row, says):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from data.listops import CLOSE, MIN, TOKENS
+from data.listops import CLOSE, MIN, TOKENS, ListOps
 from data.prepared import Writer
 from data.sets.lra import archive
 from data.sets.reading import Files
@@ -22,8 +22,13 @@ def parse(cells: list[bytes]) -> tuple[np.ndarray, int]:
         raise ValueError(f"it has {unknown[:20]!r}, which is no token; tokens are {' '.join(TOKENS[1:])}")
     ids = np.fromiter(map(IDS.__getitem__, words), np.uint8, len(words))
     depth = np.cumsum(np.where(ids == CLOSE, -1, ids >= MIN))
-    if not len(ids) or depth[-1] != 0 or (depth[:-1] < 1).any():
+    if len(ids) < 2 or depth[-1] != 0 or (depth[:-1] < 1).any():
         raise ValueError("its brackets do not make one expression")
+    if depth.max() >= ListOps.max_depth or len(ids) >= ListOps.max_length:
+        levels, tokens = ListOps.max_depth, ListOps.max_length - 1
+        raise ValueError(
+            f"it has {depth.max() + 1} levels and {len(ids)} tokens; the law is up to {levels} and {tokens}"
+        )
     if len(target) != 1 or not target.isdigit():
         raise ValueError(f"its value is {target[:20]!r}, not a digit")
     return ids, int(target)

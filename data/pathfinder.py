@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from data.snakes import Drawn, draw
 from data.stored import Stored
 from data.task import SPLITS, Example
 from model.asked import Vectors
+from model.errors import UserError
 from model.settings import Count, Whole
 
 Difficulty = Literal["easy", "intermediate", "hard"]
@@ -88,6 +89,15 @@ class Pathfinder(Stored):
     def set_name(self) -> str:
         return f"lra_pathfinder{self.side}"
 
+    def check(self) -> None:
+        super().check()
+        for name, value in (("n_train", 160_000), ("n_validation", 20_000), ("n_test", 20_000)):
+            if self.on_disk and getattr(self, name) != value:
+                raise UserError(
+                    f"data.pathfinder.{name} is {getattr(self, name)}, but source='released' has its own sizes; "
+                    f"closest: {value}, or source=law"
+                )
+
     def sizes(self) -> dict[str, int | None]:
         if self.source == "law":
             return {"train": self.n_train or None, "validation": self.n_validation, "test": self.n_test}
@@ -145,11 +155,6 @@ class Pathfinder(Stored):
             return {"majority": max(ones, 1 - ones)}
         known = FAR_APART.get(self.side) if self.difficulty == "hard" else None
         return {"chance": 0.5} | ({"dots far apart": known[1]} if known else {})
-
-    def parameters(self) -> dict[str, Any]:
-        """What has no part in the data of a source is left out."""
-        other = ("n_train", "n_validation", "n_test") if self.on_disk else ()
-        return {key: value for key, value in super().parameters().items() if key not in other}
 
     def content(self) -> Iterable[bytes]:
         return super().content() if self.on_disk else ()

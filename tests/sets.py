@@ -12,6 +12,7 @@ import numpy as np
 from PIL import Image
 
 from data.prepared import writing
+from tests.stores import stores
 
 RNG = np.random.default_rng(7)
 
@@ -125,6 +126,8 @@ def write(root: Path) -> None:
         arrays[f"{part}_text"] = np.frombuffer(b"".join(some), np.uint8)
         arrays[f"{part}_starts"] = np.cumsum([0, *map(len, some)])
     ready(root, "imdb", **arrays)
+    for name, pairs in stores().items():
+        ready(root, name, **pairs)
 
 
 def halves(**arrays: np.ndarray) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Small prepared sets, for the tasks that read one."""
+"""Small prepared sets of pairs of texts."""
 
 import numpy as np
 

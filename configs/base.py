@@ -73,6 +73,7 @@ class Model:
     dropout: Annotated[float, at_least(0), below(1)] = 0.0
     tied: bool = True  # one matrix embeds and unembeds
     patch: Dim = 16  # pixels in a side of the squares that images are cut into
+    embed_init: Positive = 0.02  # standard deviation of the embeddings at the start
     embed_scale: Positive = 1.0  # factor on the embeddings: the root of the width in Gemma
     embed_norm: Literal["none", "before", "after"] = "none"  # adding positions: BLOOM's, BERT's
     head_map: Literal["none", "relu", "gelu", "exact_gelu"] = "none"  # a linear map and this, then the final norm: BERT

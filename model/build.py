@@ -108,6 +108,7 @@ def encoder_decoder(c: Mapping[str, Any], asked: Asked) -> EncoderDecoder:
         head=token_head(c, asked),
         source=asked.source,
         target=asked.tail,
+        embed_init=c["embed_init"],
         embed_scale=c["embed_scale"],
         dtype=dtype_of(c),
     )

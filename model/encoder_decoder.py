@@ -31,6 +31,7 @@ class EncoderDecoder(nn.Module):
     head: Callable[..., TokenHead]
     source: int = 0  # S, tokens of a source that is given by name; 0: rows hold both
     target: int = 0  # T, tokens of the target in rows that hold both
+    embed_init: float = 0.02  # standard deviation of the embeddings at the start
     embed_scale: float = 1.0  # of the embeddings
     dtype: Any = jnp.float32
 
@@ -49,7 +50,7 @@ class EncoderDecoder(nn.Module):
         train: bool = False,
     ) -> tuple[jax.Array, State]:
         """Logits `[B, T, V]`, or `[B, Q, V]` at the positions `at`; and the state after these tokens."""
-        embed = Embed(self.vocab_size, self.width, dtype=self.dtype, name="embed")
+        embed = Embed(self.vocab_size, self.width, self.embed_init, self.dtype, name="embed")
         encoder, decoder, head = self.encoder(name="encoder"), self.decoder(name="decoder"), self.head(name="head")
         nn.share_scope(self, head)
 

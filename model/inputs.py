@@ -69,9 +69,10 @@ class TokenInput(Input):
 
     vocab_size: int = 0
     scale: float = 1.0  # of the vectors
+    deviation: float = 0.02  # of the vectors at the start
 
     def setup(self) -> None:
-        self.embed = Embed(self.vocab_size, self.width, dtype=self.dtype)
+        self.embed = Embed(self.vocab_size, self.width, self.deviation, self.dtype)
 
     def __call__(self, tokens: jax.Array, segments: Segments = None) -> Row:
         x = self.embed(tokens)
@@ -171,7 +172,7 @@ def input_for(c: Mapping[str, Any], asked: Asked, dtype: Any) -> Callable[..., I
         linear = partial(LinearInput, patch=c["patch"], n_patches=math.prod(patch_grid(image, c["patch"])))
     if asked.inputs is not None:
         return partial(linear, **shared, masks=asked.values)
-    tokens = dict(shared, vocab_size=asked.vocab_size, scale=c["embed_scale"])
+    tokens = dict(shared, vocab_size=asked.vocab_size, scale=c["embed_scale"], deviation=c["embed_init"])
     if asked.pair:
         return partial(PairInput, **tokens | dict(vocab_size=asked.vocab_size + 1))
     return partial(ImageTextInput, **tokens, image=linear) if image else partial(TokenInput, **tokens)

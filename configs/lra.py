@@ -1,0 +1,70 @@
+"""Long Range Arena (https://arxiv.org/abs/2011.04006): six tasks of 1,024 to 16,384 tokens, one label each.
+
+    python -m data.prepare cifar10 --root=downloads
+    python -m train --config=configs/lra.py:task=image,arch=s4d --workdir=runs/image-s4d
+
+Tasks: listops, text, retrieval, image, pathfinder, pathx. ListOps and Pathfinder are made by their published laws; the
+others need `python -m data.prepare` with imdb, lra_aan or cifar10. `links` is a stand-in for retrieval that needs no
+release: do two Wikipedia articles link to each other (wiki_links)? `protocol=lra` feeds token ids as released,
+`protocol=s4` what S4 and those after it feed: real pixels; of texts, characters with an end mark. Feeds `lra`.
+
+Rows are read bidirectionally by whatever can. `size=small` is for one accelerator: every architecture with as many
+parameters as attention of 4 layers and width 128 (configs/archs.py), minutes a run. `size=paper` has the published
+recipe (configs/recipes.py) of attention (LRA's Transformer), s4, s4d or s5: hours to days on one accelerator, at the
+rates that README gives. `size=smoke` shows on a CPU that it runs. Test scores are of the step that validation chose.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import archs, base, recipes
+from configs.argument import parse
+from model.errors import choose
+from model.mixers import MIXERS
+
+# The task's name here, what it reads, and how many steps of how many rows a small run has.
+TASKS = {
+    "listops": ("listops", {"lra": dict(length=2000), "s4": dict(length=2048)}, 5000, 32),
+    "text": ("imdb", {"lra": dict(length=1000), "s4": dict(length=2048)}, 8000, 32),
+    "retrieval": ("aan", {"lra": dict(length=4000), "s4": dict(length=4000)}, 5000, 16),
+    "links": ("wiki_links", {"lra": dict(length=2000), "s4": dict(length=2000)}, 5000, 16),
+    "image": ("image", {"lra": {}, "s4": {}}, 20_000, 50),
+    "pathfinder": ("pathfinder", {"lra": dict(side=32), "s4": dict(side=32)}, 20_000, 64),
+    "pathx": ("pathfinder", {"lra": dict(side=128), "s4": dict(side=128)}, 20_000, 16),
+}
+PAIRS = ("retrieval", "links")
+PUBLISHED = {"text": dict(length=4096), "retrieval": dict(length=4000)}  # of protocol s4
+SMOKE = {
+    "listops": dict(length=100, max_depth=6, min_length=10, max_length=90, n_train=2000, n_validation=64, n_test=64),
+    "pathfinder": dict(side=32, difficulty="easy", n_train=2000, n_validation=64, n_test=64),
+    "text": dict(length=256),
+    "retrieval": dict(length=128),
+    "links": dict(length=128),
+}
+SSM_LR = 1e-3  # at most, of a state space's own parameters
+
+
+def get_config(argument: str = "") -> ConfigDict:
+    arg = parse(argument, task="image", arch="s4d", protocol="s4", size="small", root="downloads")
+    name, protocols, steps, batch_size = choose("task", arg.task, TASKS)
+    section = choose("protocol", arg.protocol, protocols)
+    c = base.get_config()
+    c.data.task = name
+    c.data[name] = dict(section, protocol=arg.protocol, root=arg.root)
+    c.eval_batches, c.test_at = 0, "best"
+    c.steps, c.batch_size = steps, batch_size
+    c.optim.update(lr=2e-3, warmup=steps // 20, weight_decay=0.05, ssm_lr=SSM_LR / 2e-3)
+    c.model.update(norm="layernorm", dropout=0.1)
+    choose("size", arg.size, dict.fromkeys(("smoke", "small", "paper")))
+    archs.use_matched(c, arg.arch, "tiny" if arg.size == "smoke" else "small")
+    if arg.size == "paper":
+        recipes.use(c, arg.arch, "retrieval" if arg.task == "links" else arg.task)
+        if arg.protocol == "s4":
+            c.data[name].update(PUBLISHED.get(arg.task, {}))
+    if arg.size == "smoke":
+        c.data[name].update(SMOKE.get(arg.task, {}))
+        c.steps, c.batch_size, c.eval_batches, c.log_every, c.optim.warmup = 40, 8, 4, 10, 10
+    c.eval_every = c.checkpoint_every = max(c.steps // 20, 20)
+    c.model.causal = any(MIXERS[mixer].forward_only for mixer in c.model.mixers if mixer in MIXERS)
+    if arg.task in PAIRS:
+        c.model.kind = "towers"
+    return c

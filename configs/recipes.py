@@ -1,0 +1,93 @@
+"""Published settings of Long Range Arena, by family and task: what `size=paper` of configs/lra.py writes into a config.
+
+LRA's own Transformer: the released configurations (https://github.com/google-research/long-range-arena, cd31e5c,
+lra_benchmarks/*/configs; its base rates over the root of the warm-up are peaks here). S4 and S4D: the third version's
+(https://github.com/state-spaces/s4, e757cef, configs/experiment/lra/old/v3-*.yaml). S5: run_experiments of
+https://github.com/lindermanlab/S5, 3c18fdb. These normalise most tasks by batch; here layers are normalised, so a score
+beside the published one differs in that too. A state space's own parameters are trained at their published rate.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from model.errors import choose
+
+
+class Recipe(NamedTuple):
+    layers: int
+    width: int
+    norm_order: str
+    dropout: float
+    lr: float
+    ssm_lr: float  # of the parameters in a mixer's `ssm` group
+    weight_decay: float
+    batch_size: int
+    steps: int
+    warmup: int
+    mixer: Mapping[str, Any] = MappingProxyType({})  # settings of the mixer's own
+
+
+class Transformer(NamedTuple):
+    layers: int
+    width: int
+    n_heads: int
+    head_dim: int
+    mlp_width: int
+    pool: str
+    dropout: float
+    lr: float
+    schedule: str
+    weight_decay: float
+    batch_size: int
+    steps: int
+    warmup: int
+    clip: float = 0.0
+
+
+TRANSFORMER = {
+    "listops": Transformer(4, 512, 8, 64, 1024, "cls", 0.1, 0.05 * 1000**-0.5, "rsqrt", 0.1, 32, 5000, 1000),
+    "text": Transformer(4, 256, 4, 64, 1024, "cls", 0.1, 0.05 * 8000**-0.5, "rsqrt", 0.1, 32, 20_000, 8000),
+    "retrieval": Transformer(4, 128, 4, 32, 512, "cls", 0.1, 0.05 * 8000**-0.5, "rsqrt", 0.1, 32, 5000, 8000),
+    "image": Transformer(1, 128, 8, 8, 128, "cls", 0.3, 5e-4, "cosine", 0.0, 256, 35_000, 175),
+    "pathfinder": Transformer(4, 32, 4, 4, 32, "mean", 0.2, 1e-3, "cosine", 0.0, 512, 62_400, 312),
+    "pathx": Transformer(1, 32, 2, 8, 32, "mean", 0.2, 1e-3, "cosine", 0.0, 64, 500_000, 312, clip=1.0),
+}
+S4 = {
+    "listops": Recipe(8, 128, "post", 0.0, 0.01, 1e-3, 0.05, 50, 80_000, 1000),
+    "text": Recipe(6, 256, "pre", 0.0, 0.01, 1e-3, 0.05, 16, 50_000, 1000),
+    "retrieval": Recipe(6, 256, "pre", 0.0, 0.01, 1e-3, 0.05, 64, 50_000, 2500),
+    "image": Recipe(6, 512, "post", 0.1, 0.01, 1e-3, 0.05, 50, 180_000, 900),
+    "pathfinder": Recipe(6, 256, "pre", 0.0, 0.004, 1e-3, 0.03, 64, 500_000, 2500),
+    "pathx": Recipe(6, 256, "pre", 0.0, 5e-4, 5e-4, 0.05, 16, 500_000, 50_000, dict(dt_min=1e-4)),
+}
+S5 = {  # epochs of the training sets as steps; a warm-up of one epoch, on Text of none
+    "listops": Recipe(8, 128, "pre", 0.0, 0.003, 1e-3, 0.04, 50, 76_800, 1920, dict(state=16)),
+    "text": Recipe(6, 256, "pre", 0.1, 0.004, 1e-3, 0.07, 50, 17_500, 0, dict(state=192)),
+    "retrieval": Recipe(6, 128, "pre", 0.0, 0.002, 1e-3, 0.05, 32, 91_920, 4596, dict(state=256)),
+    "image": Recipe(6, 512, "pre", 0.1, 0.0045, 1e-3, 0.07, 50, 225_000, 900, dict(state=384)),
+    "pathfinder": Recipe(6, 192, "pre", 0.05, 0.0045, 9e-4, 0.03, 64, 500_000, 2500, dict(state=256)),
+    "pathx": Recipe(6, 128, "pre", 0.0, 0.0018, 6e-4, 0.06, 32, 375_000, 5000, dict(state=256, dt_min=1e-4)),
+}
+RECIPES = {"attention": TRANSFORMER, "s4": S4, "s4d": S4, "s5": S5}
+
+
+def use(config: ConfigDict, arch: str, task: str) -> None:
+    """Writes the published settings of an architecture on a task over its preset."""
+    recipe = choose("task", task, choose("arch with a published recipe", arch, RECIPES))
+    config.steps, config.batch_size = recipe.steps, recipe.batch_size
+    shared = dict(lr=recipe.lr, warmup=recipe.warmup, weight_decay=recipe.weight_decay)
+    config.model.update(layers=recipe.layers, width=recipe.width, dropout=recipe.dropout, norm="layernorm")
+    if isinstance(recipe, Transformer):
+        config.model.update(mlp="gelu", mlp_width=recipe.mlp_width, pool=recipe.pool, norm_eps=1e-6, embed_init=1.0)
+        config.model.update(position="learned" if task == "image" else "sinusoidal")
+        config.model.attention = dict(n_heads=recipe.n_heads, head_dim=recipe.head_dim)
+        if task != "image":
+            config.model.sinusoidal = dict(amplitude=1.0)
+        config.optim.update(schedule=recipe.schedule, b2=0.98, eps=1e-9, clip=recipe.clip, **shared)
+    else:
+        config.model.update(mlp="none", norm_order=recipe.norm_order, final_norm=recipe.norm_order == "pre")
+        config.model[arch] = dict(recipe.mixer)
+        config.optim.update(schedule="cosine", b2=0.999, clip=0.0, ssm_lr=recipe.ssm_lr / recipe.lr, **shared)

@@ -1,0 +1,44 @@
+"""Pictures read pixel by pixel: MNIST, the same in a fixed random order, Fashion-MNIST, CIFAR-10 in colour or grey.
+
+    python -m data.prepare mnist --root=downloads
+    python -m train --config=configs/seqimage.py:task=smnist,arch=s4d --workdir=runs/smnist
+
+Tasks: smnist, psmnist (784 pixels; set mnist), sfashion (784; fashion-mnist), scifar, scifar_grey (1,024; cifar10).
+Pixels are real numbers. Feeds the table `seqimage`. `size=small` is for one accelerator, with the rates and epochs of
+the Annotated S4's MNIST run (20 epochs, 99.55 %, https://github.com/srush/annotated-s4), every architecture with as
+many parameters as attention of 4 layers and width 128; `size=smoke` shows on a CPU that it runs.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import archs, base
+from configs.argument import parse
+from model.errors import choose
+from model.mixers import MIXERS
+
+TASKS = {  # the task, its section, training pictures
+    "smnist": ("smnist", {}, 55_000),
+    "psmnist": ("psmnist", {}, 55_000),
+    "sfashion": ("sfashion", {}, 55_000),
+    "scifar": ("scifar", {}, 45_000),
+    "scifar_grey": ("image", {}, 45_000),
+}
+EPOCHS, BATCH = 20, 100
+
+
+def get_config(argument: str = "") -> ConfigDict:
+    arg = parse(argument, task="smnist", arch="s4d", size="small", root="downloads")
+    name, section, n = choose("task", arg.task, TASKS)
+    model, steps = choose("size", arg.size, {"small": ("small", EPOCHS * n // BATCH), "smoke": ("tiny", 20)})
+    c = base.get_config()
+    archs.use_matched(c, arg.arch, model)
+    c.model.update(norm="layernorm", dropout=0.1)
+    c.model.causal = any(MIXERS[mixer].forward_only for mixer in c.model.mixers if mixer in MIXERS)
+    c.data.task, c.data[name] = name, dict(section, root=arg.root)
+    c.steps, c.batch_size, c.test_at = steps, BATCH, "best"
+    c.eval_every = c.checkpoint_every = max(steps // EPOCHS, 10)
+    c.eval_batches = 0
+    c.optim.update(lr=4e-3, warmup=steps // 20, weight_decay=0.05, ssm_lr=0.25)
+    if arg.size == "smoke":
+        c.batch_size, c.eval_batches = 4, 2
+    return c

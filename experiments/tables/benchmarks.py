@@ -1,0 +1,122 @@
+"""Long Range Arena, and pictures read pixel by pixel."""
+
+from itertools import product
+
+from configs import recipes
+from experiments.running.runs import RunSpec
+from experiments.tables.layout import Published
+from experiments.tables.published import Quotes
+from experiments.tables.table import Table, over_grid
+from model.errors import choose
+
+ARCHS = ("attention", "alibi", "s4", "s4d", "s5", "lru", "mamba", "mamba2", "b2s6", "rglru")
+RATES = (1e-3, 4e-3)
+# smoke: the tasks that are made here, so that nothing need be prepared.
+TASKS = {
+    "small": ("listops", "text", "image", "pathfinder"),
+    "smoke": ("listops", "pathfinder"),
+    "paper": ("listops", "text", "retrieval", "image", "pathfinder", "pathx"),
+}
+LRA = "Tay et al. 2020, Long Range Arena (arXiv:2011.04006)"
+S4 = "Gu et al. 2021, S4 (arXiv:2111.00396), table 10, updated"
+LIQUID = "Hasani et al. 2022, Liquid-S4 (arXiv:2209.12951)"
+B2S6 = "Yu and Erichson 2025, Block-Biased Mamba (arXiv:2505.09022), table 3"
+# ListOps, Text, Retrieval, Image, Pathfinder, Path-X; where a model fails, what guessing has.
+PUBLISHED = {
+    "attention": ((0.3637, 0.6427, 0.5746, 0.4244, 0.7140, 0.5), f"{LRA}, of its Transformer"),
+    "s4": ((0.5960, 0.8682, 0.9090, 0.8865, 0.9420, 0.9635), S4),
+    "s4d": ((0.6052, 0.8697, 0.9096, 0.8793, 0.9396, 0.5), f"S4D-Lin, as printed by {LIQUID}"),
+    "s5": ((0.6215, 0.8931, 0.9140, 0.8800, 0.9533, 0.9858), "Smith et al. 2022, S5 (arXiv:2208.04933)"),
+    "lru": (
+        (0.602, 0.894, 0.899, 0.89, 0.951, 0.942),
+        "Orvieto et al. 2023, LRU (arXiv:2303.06349), table 3; its images are in colour",
+    ),
+    "mamba": ((0.3802, 0.8298, 0.7214, 0.6982, 0.6926, 0.6732), B2S6),
+    "mamba2": ((0.4145, 0.8609, 0.7923, 0.7196, 0.7545, 0.6907), B2S6),
+    "b2s6": ((0.6385, 0.8832, 0.9144, 0.8881, 0.9593, 0.9790), B2S6),
+}
+
+
+def lra(scale: str) -> list[RunSpec]:
+    """Architectures of one size on every task at two rates; at scale paper, those with a published recipe."""
+    tasks = choose("scale", scale, TASKS)
+    archs = tuple(recipes.RECIPES) if scale == "paper" else ARCHS
+    runs = [
+        RunSpec(
+            f"configs/lra.py:task={task},arch={arch},protocol={protocol(arch, scale)},size={scale}",
+            {"seed": seed},
+            {"arch": arch, "task": task},
+        )
+        for task, arch, seed in product(tasks, archs, range(1 if scale == "smoke" else 2))
+    ]
+    return over_grid(runs, {"optim.lr": RATES}) if scale == "small" else runs
+
+
+def protocol(arch: str, scale: str) -> str:
+    """As published; in small all read the same."""
+    return "lra" if scale == "paper" and arch == "attention" else "s4"
+
+
+def quotes(scale: str) -> Quotes:
+    if scale == "smoke":
+        return {}
+    return {
+        (arch, task): Published(value, source)
+        for arch, (values, source) in PUBLISHED.items()
+        for task, value in zip(TASKS["paper"], values, strict=True)
+    }
+
+
+SEQUENTIAL = ("attention", "s4", "s4d", "s5", "lru", "mamba2", "b2s6", "rglru")
+# sMNIST, permuted, sCIFAR (colour)
+SEQUENTIAL_PUBLISHED = {
+    "attention": ((0.989, 0.979, 0.622), f"Transformer, as printed by {S4.split(', table')[0]}, table 12"),
+    "s4": ((0.9963, 0.9870, 0.9113), S4.split(", table")[0] + ", table 12"),
+    "s5": ((0.9965, None, 0.9010), "Smith et al. 2022, S5 (arXiv:2208.04933)"),
+}
+
+
+def seqimage(scale: str) -> list[RunSpec]:
+    tasks = choose("scale", scale, {"small": ("smnist", "psmnist", "sfashion", "scifar"), "smoke": ("smnist",)})
+    return [
+        RunSpec(
+            f"configs/seqimage.py:task={task},arch={arch},size={scale}", {"seed": seed}, {"arch": arch, "task": task}
+        )
+        for task, arch, seed in product(tasks, SEQUENTIAL, range(choose("scale", scale, {"small": 2, "smoke": 1})))
+    ]
+
+
+def sequential_quotes(scale: str) -> Quotes:
+    if scale == "smoke":
+        return {}
+    return {
+        (arch, task): Published(value, source)
+        for arch, (values, source) in SEQUENTIAL_PUBLISHED.items()
+        for task, value in zip(("smnist", "psmnist", "scifar"), values, strict=True)
+        if value is not None
+    }
+
+
+TABLES = [
+    Table(
+        name="lra",
+        description="Long Range Arena: one label for thousands of tokens, characters or pixels",
+        runs=lra,
+        scales=("small", "smoke", "paper"),
+        by=("arch",),
+        across="task",
+        metric="test/accuracy",
+        tuned=("lr",),
+        published=quotes,
+    ),
+    Table(
+        name="seqimage",
+        description="pictures read pixel by pixel: digits, the same in random order, clothes, things in colour",
+        runs=seqimage,
+        scales=("small", "smoke"),
+        by=("arch",),
+        across="task",
+        metric="test/accuracy",
+        published=sequential_quotes,
+    ),
+]

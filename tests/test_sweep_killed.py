@@ -60,13 +60,13 @@ def lasting(out: Path) -> list[dict]:
 
 def test_a_sweep_killed_five_times_ends_like_one_left_alone(tmp_path):
     calm, killed, rng, seen = tmp_path / "calm", tmp_path / "killed", random.Random(0), {}
-    assert start(calm).wait(500) == 0
+    assert start(calm).wait(900) == 0
     ends = ("launcher killed", "all killed", "asked to stop", "all killed", "asked to stop")
     for done, how in zip((1, 5, 9, 13, 17), ends, strict=True):
         interrupt(killed, done, how, rng)
         assert len(finished(killed)) < RUNS
         seen |= {path: stamp for path, stamp in finished(killed).items() if path not in seen}
-    assert start(killed).wait(500) == 0
+    assert start(killed).wait(900) == 0
 
     assert len(seen) >= 17 and {path: finished(killed)[path] for path in seen} == seen, "a finished run was repeated"
     assert len(lasting(killed)) == RUNS and lasting(killed) == lasting(calm)

@@ -3,8 +3,6 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +11,7 @@ import pytest
 
 from experiments.running import folders
 from experiments.tables import rows
-from tests.processes import PLAIN, ROOT
+from tests.processes import fork
 from tests.test_experiments import wait_until
 from tests.test_nothing_lost import losses
 
@@ -26,13 +24,10 @@ SMALL = {"batch_size": 4, "model.width": 16, "model.layers": 1, "data.mqar.lengt
 VOLATILE = ("wall_s", "steps_per_s", "data_wait", "date")
 
 
-def start(out: Path) -> subprocess.Popen:
-    """The sweep as a shell would start it, leading a process group of its own."""
+def start(out: Path) -> fork:
     words = ["experiments.sweep", "--config=configs/debug.py", "--grid=data.seed=0,1,2,3", "--seeds=6", "--jobs=2"]
     words += [f"--config.{key}={value}" for key, value in (SETTINGS | SMALL).items()]
-    environment = os.environ | PLAIN | {"LONGVIEW_REVISION": "tested"}
-    command = [sys.executable, "-m", *words, f"--out={out}"]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    return fork(*words, f"--out={out}", LONGVIEW_REVISION="tested")
 
 
 def finished(out: Path) -> dict[Path, tuple]:
@@ -51,7 +46,7 @@ def interrupt(out: Path, done: int, how: str, rng: random.Random) -> None:
     wait_until(lambda: children(sweep.pid) and len(finished(out)) >= done, 400)
     time.sleep(rng.uniform(0, 2))
     runs, asked = children(sweep.pid), how == "asked to stop"
-    os.killpg(sweep.pid, signal.SIGTERM if asked else signal.SIGKILL)
+    sweep.send(signal.SIGTERM if asked else signal.SIGKILL)
     if how == "all killed":  # as when the machine goes down; else runs, which have sessions of their own, go on alone
         for pid in runs:
             with suppress(ProcessLookupError):
@@ -65,13 +60,13 @@ def lasting(out: Path) -> list[dict]:
 
 def test_a_sweep_killed_five_times_ends_like_one_left_alone(tmp_path):
     calm, killed, rng, seen = tmp_path / "calm", tmp_path / "killed", random.Random(0), {}
-    assert start(calm).wait(500) == 0
+    assert start(calm).wait(900) == 0
     ends = ("launcher killed", "all killed", "asked to stop", "all killed", "asked to stop")
     for done, how in zip((1, 5, 9, 13, 17), ends, strict=True):
         interrupt(killed, done, how, rng)
         assert len(finished(killed)) < RUNS
         seen |= {path: stamp for path, stamp in finished(killed).items() if path not in seen}
-    assert start(killed).wait(500) == 0
+    assert start(killed).wait(900) == 0
 
     assert len(seen) >= 17 and {path: finished(killed)[path] for path in seen} == seen, "a finished run was repeated"
     assert len(lasting(killed)) == RUNS and lasting(killed) == lasting(calm)

@@ -74,7 +74,7 @@ class Text(Task):
     def sizes(self) -> dict[str, int | None]:
         return dict(self.windows(self.corpus.size))
 
-    def bytes(self, split: str) -> int:
+    def n_bytes(self, split: str) -> int:
         """How many a split has."""
         return self.spans(self.corpus.size)[split][1]
 

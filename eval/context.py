@@ -35,7 +35,7 @@ def measure(restored: Restored, split: str, targets: int) -> dict[str, Any]:
     """Bits per byte by context, of `targets` bytes spread evenly over a split, or of all where there are fewer."""
     run = restored.run
     found = contexts(run.task.length, run.config.test_lengths)
-    streaming.check(run, split, found[-1], recompute=found[-1])
+    streaming.check(run, split, found[-1], found[-1], key="the longest context")
     tokens = streaming.document(run, split, 0)
     asked = np.unique(np.linspace(found[-1], len(tokens) - 1, targets).astype(np.int64))
     lines = []

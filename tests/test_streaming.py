@@ -158,7 +158,7 @@ def test_the_run_and_the_suite_stream_alike(folder, capsys):
     assert report["stream"][1]["loss"] == pytest.approx(whole[16:32].mean(), rel=1e-4)
     shown = capsys.readouterr().out
     assert "50 of 100 bytes" in shown and f"{report['metrics']['bits_per_byte']:.4f}" in shown
-    assert len(streaming.document(restored.run, "test", 0)) == restored.run.task.bytes("test") == 150
+    assert len(streaming.document(restored.run, "test", 0)) == restored.run.task.n_bytes("test") == 150
 
 
 def test_bits_by_context_are_those_of_the_same_bytes_given_just_that(folder, capsys):
@@ -174,6 +174,8 @@ def test_bits_by_context_are_those_of_the_same_bytes_given_just_that(folder, cap
         want = np.mean([row[-1] for row in nats(restored.run.model, restored.params, *rows)])
         assert line["bits_per_byte"] == pytest.approx(want / math.log(2), rel=1e-4)
     assert f"{report['context'][0]['bits_per_byte']:.4f}" in capsys.readouterr().out
+    with pytest.raises(UserError, match="the longest context is 4096, and the test split has 149 bytes to ask for"):
+        context.measure(restore(str(folder), "latest", [("test_lengths", "4096")]), "test", 9)
     assert context.contexts(512, (4096,)) == [64, 128, 256, 512, 1024, 2048, 4096]
     assert context.contexts(48, ()) == [48] and context.contexts(100, ()) == [64, 100]
 

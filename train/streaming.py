@@ -28,24 +28,27 @@ ROW_TOKENS = 2**15  # in a batch of rows read anew
 
 def document(run: Run, split: str, length: int) -> np.ndarray:
     """The first `length` bytes of a split and the one after them, int32; 0: all there are."""
-    return run.task.document(split, length or run.task.bytes(split) - 1)
+    return run.task.document(split, length or run.task.n_bytes(split) - 1)
 
 
-def check(run: Run, split: str, length: int, recompute: int = 0) -> None:
-    """Refuses, before anything is compiled, a document that there is not or that the model cannot read."""
+def check(run: Run, split: str, length: int, recompute: int = 0, key: str = "stream.length") -> None:
+    """Refuses, before anything is compiled, a document that there is not or that the model cannot read.
+
+    `key` is the setting that asks for its length.
+    """
     task = run.task
     if not (isinstance(task, Text) and run.objective.name == "task"):
         raise UserError(
             f"task {task.name!r} with objective {run.objective.name!r} has no document to stream; allowed: "
             "data.task=text with objective.kind=task; closest: stream.length=0"
         )
-    there = task.bytes(split) - 1
+    there = task.n_bytes(split) - 1
     if length > there:
-        raise UserError(f"stream.length is {length}, and the {split} split has {there:,} bytes to ask for")
+        raise UserError(f"{key} is {length}, and the {split} split has {there:,} bytes to ask for")
     longest, limit = recompute or length or there, run.model.limit()
     if limit is not None and longest > limit:
-        key = "recompute" if recompute else "length"
-        raise UserError(f"stream.{key} {longest} is past the {limit} positions that this model can place")
+        key = "stream.recompute" if recompute and key == "stream.length" else key
+        raise UserError(f"{key} {longest} is past the {limit} positions that this model can place")
 
 
 def check_asked(run: Run) -> None:

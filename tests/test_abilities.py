@@ -1,6 +1,5 @@
 """The tables of abilities: their settings as published, their means, their second metrics."""
 
-
 import pytest
 
 from experiments.running import campaign, folders

@@ -36,7 +36,7 @@ def get_config(argument: str = "") -> ConfigDict:
     c.data.delayed_recall = dict(length=size["length"], vocab_size=16)
     c.objective.kind = "reach"
     c.test_lengths = size["lengths"]
-    c.steps, c.batch_size, c.eval_batches = size["steps"], size["batch"], 4
+    c.steps, c.batch_size, c.eval_batches = size["steps"], size["batch"], 4 if arg.size == "smoke" else 16
     c.eval_every = c.checkpoint_every = 0 if arg.size == "smoke" else c.steps // 20
     c.optim.lr, c.optim.warmup, c.optim.weight_decay = size["lr"], c.steps // 10, 0.01
     if choose("trained", arg.trained, {"yes": True, "no": False}) is False:

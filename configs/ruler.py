@@ -21,8 +21,8 @@ SIZES = {
         length=32,
         longest=256,
         model=dict(width=64, layers=2),
-        train=dict(steps=400, batch_size=32),
-        lr=4e-3,
+        train=dict(steps=600, batch_size=32),
+        lr=2e-3,
         words=dict(names=16, values=16, fillers=16),
         tasks=dict(
             passkey=dict(digits=3),

@@ -8,7 +8,7 @@ common_words. Feeds the tables `needle` and `ruler`. RULER (https://arxiv.org/ab
 that do 3 times. `size=small`, for one accelerator, has those numbers in rows of 512 tokens of a made-up vocabulary,
 tested on up to 8,192; `size=smoke` fewer in rows of 32, tested on up to 256, where attention finds the whole value of
 every needle and, in rows of 128, of 88 % of them; it does not learn in that time to tell needles apart by their names
-(multi_key, multi_query, variable_tracking). There is no published size, as RULER has none for models trained on it.
+(multi_query, variable_tracking). There is no published size, as RULER has none for models trained on it.
 """
 
 from ml_collections import ConfigDict

@@ -223,10 +223,10 @@ def test_majority_is_that_of_the_upper_half_and_of_the_last_token_where_halves_a
 @pytest.mark.quick
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
 def test_a_haystack_of_text_is_a_stretch_of_the_splits_part(tmp_path, split):
-    text = np.arange(6000, dtype=np.uint32).astype(">u2").tobytes()  # no two stretches are alike
+    text = np.arange(60_000, dtype=np.uint32).astype(">u2").tobytes()  # no two stretches are alike
     (tmp_path / "book").write_bytes(text)
     task = build("needle", WORDS | {"length": 40, "path": str(tmp_path / "book")})
-    first, end = {"train": (0, 10_800), "validation": (10_800, 11_400), "test": (11_400, 12_000)}[split]
+    first, end = {"train": (0, 108_000), "validation": (108_000, 114_000), "test": (114_000, 120_000)}[split]
     for e in examples(task, split, 64):
         row = Row(e)
         ((start, needle),) = row.sentences()
@@ -237,7 +237,7 @@ def test_a_haystack_of_text_is_a_stretch_of_the_splits_part(tmp_path, split):
     other = tmp_path / "other"
     other.write_bytes(text)
     assert build("needle", WORDS | {"length": 40, "path": str(other)}).fingerprint(0) == task.fingerprint(0)
-    other.write_bytes(text[:-1] + b"?")
+    other.write_bytes(text[:60_003] + b"?" + text[60_004:])  # in no example that the fingerprint looks at
     assert build("needle", WORDS | {"length": 40, "path": str(other)}).fingerprint(0) != task.fingerprint(0)
 
 

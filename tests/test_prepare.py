@@ -190,11 +190,11 @@ def test_a_wrong_number_of_rows(tmp_path):
     assert "gives 5 rows of train_values; the release has 96,000" in refused(SETS["lra_listops"], tmp_path)
 
 
-@pytest.mark.parametrize("left", [0.02, 0.5, 0.999])
-def test_a_truncated_archive(tmp_path, left):
+@pytest.mark.parametrize("end", [100, 5000, -100, -4])  # the last four bytes only say how long it is
+def test_a_truncated_archive(tmp_path, end):
     path = tmp_path / "aclImdb_v1.tar.gz"
     sets.tar(path, {name: os.urandom(500) for name in sets.reviews(5)})
-    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * left)])
+    path.write_bytes(path.read_bytes()[:end])
     assert f"{path} is truncated or damaged (" in refused(small("imdb"), tmp_path)
 
 

@@ -51,7 +51,8 @@ def expressions(n: int) -> dict[str, bytes]:
     """The three tables of ListOps, n rows each, all different."""
     files = {}
     for s, split in enumerate(("train", "val", "test")):
-        rows = [f"( ( ( ( [MAX {s} ) ( ( ( [SM {i // 10} ) 1 ) ] ) ) {i % 10} ) ] )" for i in range(n)]
+        sums = [f"( ( ( [SM {i // 10} ) 1 ) ] )" for i in range(n)]
+        rows = [f"( ( ( ( [MAX {s} ) {sums[i]} ) ( ( ( [MIN {i % 10} ) 9 ) ] ) ) ] )" for i in range(n)]
         lines = [f"{row}\t{max(s, (i // 10 + 1) % 10, i % 10)}" for i, row in enumerate(rows)]
         files[f"listops-1000/basic_{split}.tsv"] = "\n".join(["Source\tTarget", *lines, ""]).encode()
     return files

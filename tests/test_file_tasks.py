@@ -210,7 +210,7 @@ def test_released_expressions_are_read_as_they_are(released):
         " ".join(TOKENS[i] for i in row[mask == 1])
         for row, mask in zip(batch["inputs"], batch["segments"], strict=True)
     ]
-    assert tokens == [f"[MAX 2 [SM {i // 10} 1 ] {i % 10} ]" for i in range(50)]
+    assert tokens == [f"[MAX 2 [SM {i // 10} 1 ] [MIN {i % 10} 9 ] ]" for i in range(50)]
     assert batch["targets"].tolist() == [max(2, (i // 10 + 1) % 10, i % 10) for i in range(50)]
     assert {task.attributes["depth"][i] for i in batch["attr_depth"]} == {"3"}
     assert {task.attributes["length"][i] for i in batch["attr_length"]} == {"8-15"}

@@ -110,7 +110,7 @@ def test_released_listops(tmp_path, place):
     arrays = open_set(str(tmp_path), "lra_listops").arrays
     start, end = arrays["validation_starts"][[13, 14]]
     tokens = [TOKENS[i] for i in arrays["validation_tokens"][start:end]]
-    assert " ".join(tokens) == "[MAX 1 [SM 1 1 ] 3 ]" and arrays["validation_values"][13] == 3
+    assert " ".join(tokens) == "[MAX 1 [SM 1 1 ] [MIN 3 9 ] ]" and arrays["validation_values"][13] == 3
     assert [len(arrays[f"{split}_values"]) for split in ("train", "validation", "test")] == [25] * 3
 
 

@@ -160,12 +160,14 @@ def test_validation_is_held_out_or_as_the_benchmarks_have_it_the_test_set(made):
     assert honest.baselines() == {"majority": 0.5}
 
 
-def test_characters_that_are_common_have_ids_by_how_common_they_are(made):
+def test_characters_that_are_common_have_ids_by_how_common_they_are(made, monkeypatch):
+    monkeypatch.setattr(imdb, "COUNTED", 45)
+    imdb.characters.cache_clear()
     task = made("imdb", protocol="s4", length=50, n_validation=10)
     arrays = task.stored.arrays
     starts = arrays["train_starts"]
     texts = [arrays["train_text"][i:j].tobytes().decode() for i, j in itertools.pairwise(starts)]
-    read = "".join(text[:49] for text in texts)  # a place is the end mark's
+    read = "".join(text[:45] for text in texts)
     common = sorted((c for c in set(read) if read.count(c) >= 15), key=lambda c: (-read.count(c), c))
     ids = {c: 3 + i for i, c in enumerate(common)}
     assert "é" in ids and "9" in read and len(ids) < len(set(read)), "beyond ASCII, and some are too rare"
@@ -174,6 +176,8 @@ def test_characters_that_are_common_have_ids_by_how_common_they_are(made):
     for row, mask, text in zip(batch["inputs"], batch["segments"], texts, strict=False):
         want = [ids.get(c, imdb.UNKNOWN) for c in text[:49]] + [imdb.END]
         assert row.tolist() == want + [0] * (50 - len(want)) and mask.sum() == len(want)
+    assert made("imdb", protocol="s4", length=9, n_validation=10).vocab_size == task.vocab_size, "at any length"
+    imdb.characters.cache_clear()
 
 
 def test_attributes_are_the_lengths_read(made):
@@ -206,7 +210,7 @@ def test_released_expressions_are_read_as_they_are(released):
         " ".join(TOKENS[i] for i in row[mask == 1])
         for row, mask in zip(batch["inputs"], batch["segments"], strict=True)
     ]
-    assert tokens == [f"[MAX 2 [SM {i // 10} 1 ] {i % 10} ]" for i in range(50)]
+    assert tokens == [f"[MAX 2 [SM {i // 10} 1 ] [MIN {i % 10} 9 ] ]" for i in range(50)]
     assert batch["targets"].tolist() == [max(2, (i // 10 + 1) % 10, i % 10) for i in range(50)]
     assert {task.attributes["depth"][i] for i in batch["attr_depth"]} == {"3"}
     assert {task.attributes["length"][i] for i in batch["attr_length"]} == {"8-15"}

@@ -115,9 +115,9 @@ class Aan(Pairs):
 class WikiLinks(Pairs):
     """Whether one of two Wikipedia articles of enwik8 links to the other; links are taken out of both texts.
 
-    A stand-in for Retrieval, and not comparable to it: see data/sets/wiki_links.py for what pairs there are. Common words
-    tell much: the cosine of the first 4,000 bytes of each as tf-idf vectors, cut where validation says, is right in 71.4 %
-    of the test pairs.
+    A stand-in for Retrieval, and not comparable to it: see data/sets/wiki_links.py for what pairs there are. Common
+    words tell much: the cosine of the first 4,000 bytes of each as tf-idf vectors, cut where validation says, is right
+    in 71.4 % of the test pairs.
     """
 
     name: ClassVar[str] = "wiki_links"

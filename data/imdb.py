@@ -14,7 +14,8 @@ from data.task import Example
 from model.settings import Count, Length
 
 PAD, UNKNOWN, END = 0, 1, 2  # protocol s4; characters come after these
-RAREST = 15  # times that a character must occur to have an id
+RAREST = 15  # times that a character must occur to have an id,
+COUNTED = 4095  # in so many first ones of each training review
 HIGHEST = 0x110000  # Unicode's numbers are below it
 
 
@@ -31,9 +32,9 @@ class Imdb(Stored):
 
     Protocol `lra` (https://arxiv.org/abs/2011.04006): ids are bytes + 1, 0 is padding, and what is past `length` is cut
     off; 1,000 as in the released configuration, where the paper reads up to 4,000. Protocol `s4`
-    (https://github.com/state-spaces/s4, src/dataloaders/lra.py): Unicode characters, those that occur 15 times or more
-    in the first length - 1 of all 25,000 training reviews, and an end mark. At its length of 4096 these are 131
-    characters, which with padding, unknown and the end make 134 ids; its configuration says about 135.
+    (https://github.com/state-spaces/s4, src/dataloaders/lra.py): Unicode characters and an end mark, 4,096 in all.
+    Those characters have ids that occur 15 times or more in the first 4,095 of all 25,000 training reviews: 131 in the
+    release, which with padding, unknown and the end make 134 ids, where its configuration says about 135.
 
     Both benchmarks chose their models by the test reviews. Here the last `n_validation` training reviews, in the order
     of their SHA-256, are held out for that; `validation=test` is the benchmarks' way, and trains on all.
@@ -56,7 +57,7 @@ class Imdb(Stored):
 
     @property
     def vocab_size(self) -> int:
-        return 257 if self.protocol == "lra" else characters(self.stored, self.length).n_ids
+        return 257 if self.protocol == "lra" else characters(self.stored).n_ids
 
     def sizes(self) -> dict[str, int | None]:
         train, test = (len(self.stored.arrays[f"{split}_labels"]) for split in ("train", "test"))
@@ -74,7 +75,7 @@ class Imdb(Stored):
         arrays = self.stored.arrays
         if self.protocol == "lra":
             return Run(arrays[f"{part}_text"], arrays[f"{part}_starts"])
-        return characters(self.stored, self.length).runs[part]
+        return characters(self.stored).runs[part]
 
     def rows(self, split: str, places: np.ndarray) -> Example:
         part, first = self.part(split)
@@ -115,11 +116,11 @@ class Characters(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)
-def characters(stored: PreparedSet, length: int) -> Characters:
+def characters(stored: PreparedSet) -> Characters:
     """Both halves of the set as ids of characters; the commonest comes first, of two equally common ones the lower."""
     codes = {part: decoded(stored, part) for part in ("train", "test")}
     ids, starts = codes["train"]
-    cut = [ids[starts[i] + length - 1 : starts[i + 1]] for i in np.flatnonzero(np.diff(starts) >= length)]
+    cut = [ids[starts[i] + COUNTED : starts[i + 1]] for i in np.flatnonzero(np.diff(starts) > COUNTED)]
     counts = counted(ids) - counted(np.concatenate([ids[:0], *cut]))
     kept = np.flatnonzero(counts >= RAREST)
     table = np.full(HIGHEST, UNKNOWN, np.uint16)

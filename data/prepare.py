@@ -6,11 +6,12 @@ What is below the root already, an archive as released or what it unpacks to, is
 is left as it is; one that is damaged is made anew.
 """
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from data.download import download
-from data.prepared import Writer, folder, is_whole, open_set, writing
+from data.prepared import PreparedSet, Writer, folder, is_whole, open_set, writing
 from data.progress import Bytes
 from data.sets import SETS
 from data.sets.reading import Files, whole
@@ -47,23 +48,31 @@ def verify(release: Release, files: Files, writer: Writer) -> None:
             raise UserError(f"wrong checksum: {name} of {files.where} has SHA-256 {got}; the release's has {want}")
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]) -> int:
     names = argv[1:]
     if not names:
         raise UserError(f"no set is named; choose from {', '.join(sorted(SETS))}")
     releases = [choose("set", name, SETS) for name in names]
     root = Path(ROOT.value).expanduser()
-    for release in releases:
-        if is_whole(root, release.name):
-            print(f"{release.name}: is there, and whole")
-        else:
-            prepare(release, root)
-        found = open_set(str(root), release.name)
-        for line in found.notes:
-            print(f"{release.name}: {line}")
-        for name, array in found.arrays.items():
-            print(f"{release.name}: {name} {array.dtype} {list(array.shape)}")
-        print(f"{release.name}: {folder(root, release.name)}, digest {found.digest[:16]}")
+    try:
+        for release in releases:
+            if is_whole(root, release.name):
+                print(f"{release.name}: is there, and whole")
+            else:
+                prepare(release, root)
+            tell(open_set(str(root), release.name), root)
+    except KeyboardInterrupt:
+        print("stopped; what was fetched is kept, and the set is begun anew", file=sys.stderr)
+        return 130
+    return 0
+
+
+def tell(found: PreparedSet, root: Path) -> None:
+    for line in found.notes:
+        print(f"{found.name}: {line}")
+    for name, array in found.arrays.items():
+        print(f"{found.name}: {name} {array.dtype} {list(array.shape)}")
+    print(f"{found.name}: {folder(root, found.name)}, digest {found.digest[:16]}")
 
 
 if __name__ == "__main__":

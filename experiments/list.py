@@ -15,6 +15,7 @@ from rich.text import Text
 
 import data
 from configs.archs import ARCHS
+from data.sets import SETS
 from experiments.tables.definitions import TABLES
 from model import settings
 from model.build import KINDS
@@ -42,6 +43,7 @@ def catalogue() -> dict[str, dict[str, str]]:
         "attention (model.attention.implementation)": {n: can.summary for n, can in IMPLEMENTATIONS.items()},
         "what each attention implementation serves": served(),
         "tasks (data.task)": {name: first_line(task) for name, task in sorted(data.TASKS.items())},
+        "sets (data.prepare)": {name: release.summary for name, release in sorted(SETS.items())},
         "objectives (objective.kind)": {name: first_line(one) for name, one in sorted(OBJECTIVES.items())},
         "architectures (arch=...)": {name: changed(arch) for name, arch in ARCHS.items()},
         "weights (eval --weights=DIR, --config.init.path=DIR)": {

@@ -120,7 +120,8 @@ def write(root: Path) -> None:
         images = RNG.integers(256, size=(140, *shape), dtype=np.uint8)
         labels = RNG.integers(10, size=140, dtype=np.uint8)
         ready(root, name, **halves(images=images, labels=labels))
-    texts = [f"{'good' if i % 2 else 'bad'} film, the {i}th, café {'x' * (i % 60)}".encode() for i in range(140)]
+    tails = ["x" * (i % 60) + "q" * (i % 60 > 30) for i in range(140)]  # a letter that comes late
+    texts = [f"{'good' if i % 2 else 'bad'} film, the {i}th, café {tail}".encode() for i, tail in enumerate(tails)]
     arrays = halves(labels=np.arange(140, dtype=np.uint8) % 2)
     for part, some in (("train", texts[:100]), ("test", texts[100:])):
         arrays[f"{part}_text"] = np.frombuffer(b"".join(some), np.uint8)

@@ -110,6 +110,7 @@ def test_every_command_in_the_readme_is_run_somewhere():
 SMALL = {
     "train": ["--config.steps=2", "--config.eval_batches=1", "--config.batch_size=4"],
     "eval": ["--config.eval_batches=1"],
+    "data.prepare": ["--help"],
     "experiments.list": [],
     "experiments.sweep": ["--dry-run"],
     "experiments.reproduce": ["--help"],

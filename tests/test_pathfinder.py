@@ -320,7 +320,7 @@ def test_released_images_are_divided_by_one_permutation(tmp_path):
             seen[row["inputs"].astype(np.uint8).tobytes()] = int(row["targets"])
     assert seen == whole and len(whole) == 20
     assert batch_at(task, 0, "train", 4, 0).keys() == {"inputs", "targets", "weights"}
-    assert task.baselines() == {"majority": 0.5} and task.attributes == {}
+    assert task.baselines() == {"chance": 0.5, "majority": 0.5} and task.attributes == {}
     with pytest.raises(UserError, match=r"n_train is 5, but source='released' has its own sizes; closest: 160000, or"):
         build("pathfinder", {"source": "released", "root": str(tmp_path), "n_train": 5})
 

@@ -66,7 +66,7 @@ def test_a_batch_is_of_the_pairs_asked_for(tmp_path):
             text = arrays["text"][begin:end][:40]
             assert np.array_equal(batch[key][row, : text.size], text + 1) and not batch[key][row, text.size :].any()
         assert batch["targets"][row] == arrays["test_labels"][place]
-    assert task.baselines() == {"majority": 13 / 25}
+    assert task.baselines() == {"chance": 0.5, "majority": 13 / 25}
 
 
 def test_a_set_that_is_not_there_names_the_command(tmp_path):

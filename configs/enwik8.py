@@ -3,9 +3,10 @@
     python -m train --config=configs/enwik8.py:arch=mamba2,size=small --workdir=runs/enwik8
     python -m train --config=configs/enwik8.py:arch=attention,size=smoke --workdir=runs/smoke
 
-The file is `downloads/enwik8`, or `--config.data.text.path`; its split is the usual one, 90 / 5 / 5 million bytes.
-Feeds the table `enwik8`; `heads`, `sinks` and `extension` ask their questions of the same texts. Architectures without
-MLPs have twice the layers. `size=small`, for one accelerator, has 6 layers of 512 on rows of 1,024. `size=paper` is
+It reads what `python -m data.prepare enwik8` leaves, or `--config.data.text.path`; its split is the usual one, 90 / 5 /
+5 million bytes. Feeds the table `enwik8`; `heads`, `sinks` and `extension` ask their questions of the same texts.
+`size=small`, for one accelerator, has rows of 1,024, and every architecture as many parameters as attention of 6 layers
+and width 512; elsewhere those without MLPs have twice the layers. `size=paper` is
 Transformer-XL's base model (arXiv:1901.02860): 12 layers of 512 in 8 heads, dropout 0.1, rows of 512, 22 a step,
 400,000 steps at 2.5e-4: 4.5 billion bytes through 38 million parameters, 1e18 floating-point operations without those
 of the attention itself. It says 1.06 bits, with 512 bytes of memory carried from row to row, which ours do not have.
@@ -20,7 +21,7 @@ from configs import archs, base
 from configs.argument import parse
 from model.errors import choose
 
-ENWIK8 = "downloads/enwik8"
+ENWIK8 = "downloads/prepared/enwik8/bytes.npy"
 HELP = find_spec("pydoc_data.topics").origin  # every Python has it
 SIZES = {
     "smoke": dict(text=HELP, length=64, width=32, layers=3, heads=4, steps=200, batch=16, lr=4e-3, warmup=20),
@@ -33,11 +34,14 @@ def get_config(argument: str = "") -> ConfigDict:
     arg = parse(argument, arch="attention", size="small")
     size = choose("size", arg.size, SIZES)
     c = base.get_config()
-    archs.use(c, arg.arch)
+    if arg.size == "small":
+        archs.use_matched(c, arg.arch, "large")
+    else:
+        archs.use(c, arg.arch)
+        c.model.width = size["width"]
+        c.model.layers = size["layers"] * (2 if c.model.mlp == "none" else 1)
     c.data.task = "text"
     c.data.text = dict(path=size["text"], length=size["length"])
-    c.model.width = size["width"]
-    c.model.layers = size["layers"] * (2 if c.model.mlp == "none" else 1)
     c.model.update(attention=dict(n_heads=size["heads"]), mla=dict(n_heads=size["heads"]))
     c.steps, c.batch_size = size["steps"], size["batch"]
     c.optim.lr, c.optim.warmup = size["lr"], size["warmup"]

@@ -2,7 +2,7 @@
 
     python -m experiments.measurements.steps --config=configs/lra_speed.py:arch=s4d,length=4096 --workdir=runs/speed
 
-Feeds the tables `lra_speed` and `lra_speed_memory`. As released: 4 layers of width 256, 4 heads, MLPs of 1,024, 32 rows
+Feeds the table `lra_speed`. As released: 4 layers of width 256, 4 heads, MLPs of 1,024, 32 rows
 a step. Rows are full of random bytes, which take as long as any others. What can read both ways does, the rest reads
 forward. `size=small` is for one accelerator, its activations in bfloat16; `size=smoke` is a small model on 2 rows.
 """

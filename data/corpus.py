@@ -1,4 +1,7 @@
-"""A text file, or all files of a folder, as one run of bytes of which nothing is held in memory."""
+"""A text file, or all files of a folder, as one run of bytes of which nothing is held in memory.
+
+A `.npy` file is text too if it is one row of bytes, as `data.prepare enwik8` leaves it: its header is skipped.
+"""
 
 import functools
 import os
@@ -35,6 +38,7 @@ def _read(path: str, start: int, n: int) -> np.ndarray:
 @dataclass(frozen=True)
 class Corpus:
     paths: tuple[str, ...]
+    headers: tuple[int, ...]  # bytes at the beginning of each file that are no text
     starts: tuple[int, ...]  # of each file, one separator after the end of the file before
     size: int  # bytes, separators included
 
@@ -46,7 +50,8 @@ class Corpus:
             first, end = self.starts[at], self.end(at)
             low, high = max(start, first), min(start + n, end)
             if low < high:
-                out[low - start : high - start] = _read(self.paths[at], low - first, high - low)
+                place = self.headers[at] + low - first
+                out[low - start : high - start] = _read(self.paths[at], place, high - low)
             at += 1
         return out
 
@@ -67,9 +72,27 @@ def open_corpus(path: Path) -> Corpus:
             files = [path.joinpath(*parts) for parts in sorted(inside) if not any(x.startswith(".") for x in parts)]
         else:
             files = [path]
-        sized = [(str(p), p.stat().st_size) for p in files]
+        headers = [header(p) for p in files]
+        sized = [(str(p), skip, p.stat().st_size - skip) for p, skip in zip(files, headers, strict=True)]
     except OSError as error:
         raise UserError(f"cannot read {error.filename or path}: {error.strerror}") from error
-    sized = [(p, n) for p, n in sized if n]
-    ends = list(accumulate(n + 1 for _, n in sized))
-    return Corpus(tuple(p for p, _ in sized), (0, *ends[:-1]), ends[-1] - 1 if ends else 0)
+    sized = [file for file in sized if file[2]]
+    ends = list(accumulate(n + 1 for *_, n in sized))
+    paths, headers, _ = zip(*sized, strict=True) if sized else ((), (), ())
+    return Corpus(paths, headers, (0, *ends[:-1]), ends[-1] - 1 if ends else 0)
+
+
+def header(path: Path) -> int:
+    """Bytes before the text of a file."""
+    if path.suffix != ".npy":
+        return 0
+    try:
+        with path.open("rb") as file:
+            np.lib.format.read_magic(file)
+            shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+            begin = file.tell()
+    except ValueError as error:
+        raise UserError(f"{path} is no whole .npy file: {error}") from error
+    if dtype != np.uint8 or len(shape) != 1:
+        raise UserError(f"{path} holds {dtype} {list(shape)}; text is one row of bytes, uint8")
+    return begin

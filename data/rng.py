@@ -45,11 +45,17 @@ def distinct(rng: np.random.Generator, rows: int, n: int, k: int) -> np.ndarray:
         clocks = rng.random((rows, n), np.float32)
         first = np.argpartition(clocks, k - 1, axis=1)[:, :k]
         order = np.take_along_axis(clocks, first, axis=1).argsort(axis=1)
-        return np.take_along_axis(first, order, axis=1)
+        found = np.take_along_axis(first, order, axis=1)
+        # Which of two equal clocks comes first depends on the machine's sort, except in a stable one.
+        rung = np.take_along_axis(clocks, found, axis=1)
+        tied = (np.diff(rung) == 0).any(axis=1) | ((clocks <= rung[:, -1:]).sum(axis=1) > k)
+        found[tied] = clocks[tied].argsort(axis=1, kind="stable")[:, :k]
+        return found
     found = rng.integers(n, size=(rows, k))
+    drawn = np.arange(rows)
     while True:  # a row with a repeat is drawn anew, which leaves the law uniform
-        ordered = np.sort(found, axis=1)
-        repeats = (ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
-        if not repeats.any():
+        ordered = np.sort(found[drawn], axis=1)
+        drawn = drawn[(ordered[:, 1:] == ordered[:, :-1]).any(axis=1)]
+        if not drawn.size:
             return found
-        found[repeats] = rng.integers(n, size=(int(repeats.sum()), k))
+        found[drawn] = rng.integers(n, size=(drawn.size, k))

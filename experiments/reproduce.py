@@ -2,8 +2,8 @@
 
     python -m experiments.reproduce quickstart [--scale=smoke] [--jobs=2] [--out=runs/quickstart]
 
-Call it again to take up where it stopped. A name takes along the tables that begin with it, unless --out names one
-folder: `positions` also fills `positions_text`. `python -m experiments.list` names the tables. `--config.KEY=VALUE`
+Call it again to take up where it stopped. A table takes along those that are part of it, unless --out names one folder:
+`positions` also fills `positions_text`. `python -m experiments.list` names the tables. `--config.KEY=VALUE`
 holds for all runs, and the table's title says so. Runs of several revisions of the code go into one table only with
 --mixed, and it says so.
 """
@@ -43,18 +43,17 @@ def main(argv: list[str]) -> int:
         return reproduce(table, choose_scale(table, SCALE.value), Path(OUT.value))
     codes = []
     for name, table in TABLES.items():
-        if name == argv[1] or name.startswith(argv[1] + "_"):
+        if argv[1] in (name, table.part_of):
             scale = choose_scale(table, SCALE.value)
-            ending = f"-{scale}" if scale != table.scales[0] else ""
-            out = Path("runs", (table.shares or name) + ending)
-            codes.append(reproduce(table, scale, out, Path("runs", name + ending)))
+            folder = name + (f"-{scale}" if scale != table.scales[0] else "")
+            codes.append(reproduce(table, scale, Path("runs", folder)))
             if codes[-1] > 128:  # stopped by a signal
                 break
     return max(codes)
 
 
-def reproduce(table: Table, scale: str, out: Path, shown_in: Path | None = None) -> int:
-    """Fills one table by runs in `out`, prints it and writes its files, there or elsewhere; the exit code."""
+def reproduce(table: Table, scale: str, out: Path) -> int:
+    """Fills one table, prints it and writes its files; the exit code."""
     changed = {key: read_value(text) for key, text in cli.overrides()}
     runs = [replace(run, overrides={**run.overrides, **changed}) for run in table.runs(scale)]
     planned = campaign.plan(runs, out)
@@ -72,10 +71,10 @@ def reproduce(table: Table, scale: str, out: Path, shown_in: Path | None = None)
     made = sheet(filled, replace(shown, title=title))
     if not MIXED.value:
         sources.refuse_mixture(made.mixed)
-    show(made, [out / "rows.jsonl", *publish(made, shown_in or out)])
-    for metric in table.also:
-        made = sheet(filled, replace(shown, title=title, metric=metric, published={}))
-        show(made, publish(made, (shown_in or out) / metric.rpartition("/")[2]))
+    show(made, [out / "rows.jsonl", *publish(made, out)])
+    for metric, published in table.also.items():
+        made = sheet(filled, replace(shown, title=title, metric=metric, published=published(scale)))
+        show(made, publish(made, out / metric.rpartition("/")[2]))
     return campaign.exit_code(tally)
 
 

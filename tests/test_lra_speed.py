@@ -52,9 +52,8 @@ def test_memory_is_what_the_compiled_step_needs():
 
 
 @pytest.mark.quick
-def test_both_tables_ask_for_the_same_runs_at_published_sizes():
-    speed, memory = TABLES["lra_speed"], TABLES["lra_speed_memory"]
-    assert memory.shares == "lra_speed" and memory.runs("small") == speed.runs("small")
+def test_runs_are_of_published_sizes_and_stand_beside_published_numbers():
+    speed = TABLES["lra_speed"]
     for run in speed.runs("small"):
         c = configs.load(run.config, texts(run))
         assert (c.batch_size, c.model.width, c.model.layers, c.data.majority.length) == (
@@ -65,11 +64,11 @@ def test_both_tables_ask_for_the_same_runs_at_published_sizes():
         )
         assert c.model.causal == any(MIXERS[name].forward_only for name in c.model.mixers)
     assert layout(speed, "small").published["attention", "4096"].value == 1.4
-    assert layout(memory, "small").published["window", "3072"].value == 1.06
+    assert speed.also["memory_gb"]("small")["window", "3072"].value == 1.06
     assert not layout(speed, "smoke").published
 
 
-def test_the_second_table_is_made_of_the_firsts_runs(tmp_path, monkeypatch, capsys):
+def test_speed_and_memory_are_of_the_same_runs(tmp_path, monkeypatch, capsys):
     """Every run has its result already, so nothing is measured."""
     (tmp_path / "configs").symlink_to(Path(__file__).parent.parent / "configs")
     monkeypatch.chdir(tmp_path)
@@ -83,9 +82,6 @@ def test_the_second_table_is_made_of_the_firsts_runs(tmp_path, monkeypatch, caps
         made = row(dict(item.run.labels), 0, 0.5, baselines={}) | {"metrics": figures}
         folders.write_json(out / name / "result.json", made | {"config_hash": item.config_hash})
     assert reproduce.main(["reproduce", "lra_speed"]) == 0
-    assert sorted(path.name for path in Path("runs").iterdir()) == ["lra_speed-smoke", "lra_speed_memory-smoke"]
-    speed, memory = (
-        Path("runs", f"{name}-smoke", "table.md").read_text() for name in ("lra_speed", "lra_speed_memory")
-    )
+    speed, memory = ((folder / "table.md").read_text() for folder in (out, out / "memory_gb"))
     assert "| attention | 12.5 | 12.5 |" in speed and "| attention | 0.25 | 0.5 |" in memory
-    assert capsys.readouterr().out.count("24 finished before") == 2
+    assert capsys.readouterr().out.count("24 finished before") == 1

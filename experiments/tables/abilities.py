@@ -122,7 +122,7 @@ TABLES = [
         by=("arch", "trained"),
         across="length",
         metric="test/accuracy",
-        also=("test/reach",),
+        also={"test/reach": lambda scale: {}},
     ),
     Table(
         name="based_recall",

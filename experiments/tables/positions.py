@@ -38,6 +38,7 @@ TABLES = [
     ),
     Table(
         name="positions_text",
+        part_of="positions",
         description="attention with every position encoding, trained on short texts, tested on long, nats per byte",
         runs=partial(positions, "text"),
         scales=("small", "smoke"),

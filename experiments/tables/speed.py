@@ -58,25 +58,14 @@ def quotes(metric: str, scale: str) -> Quotes:
 TABLES = [
     Table(
         name="lra_speed",
-        description="steps a second of models in the size of Long Range Arena's Text, by length",
+        description="steps a second, and gigabytes, of models in the size of Long Range Arena's Text, by length",
         runs=lra_speed,
         scales=("small", "smoke"),
         by=("arch",),
         across="length",
         metric="steps_per_s",
         published=lambda scale: quotes("steps_per_s", scale),
+        also={"memory_gb": lambda scale: quotes("memory_gb", scale)},
         note=MEGA,
-    ),
-    Table(
-        name="lra_speed_memory",
-        description="gigabytes that the same steps take on one device",
-        runs=lra_speed,
-        scales=("small", "smoke"),
-        by=("arch",),
-        across="length",
-        metric="memory_gb",
-        published=lambda scale: quotes("memory_gb", scale),
-        note=MEGA,
-        shares="lra_speed",
     ),
 ]

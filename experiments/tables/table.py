@@ -13,6 +13,7 @@ What makes one fair:
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from types import MappingProxyType
 
 from experiments.running.runs import RunSpec, Value
 from experiments.tables.layout import Layout
@@ -37,11 +38,12 @@ class Table:
     metric: str
     tuned: tuple[str, ...] = ()  # labels of which each cell takes the best
     averaged: tuple[str, ...] = ()  # labels over which each cell is the mean, of the best at each value
-    also: tuple[str, ...] = ()  # other metrics of the same runs, each in a folder of its own beside the table's files
     published: Callable[[str], Quotes] = lambda scale: {}  # scale -> numbers
+    # Other metrics of the same runs, each in a folder of its own beside the table's files, and what is published of it.
+    also: Mapping[str, Callable[[str], Quotes]] = MappingProxyType({})
     note: str = ""  # what others have published that is no number of this table's
     against: str = ""  # a cost that the plot sets the metric against
-    shares: str = ""  # the table whose runs it shows another number of
+    part_of: str = ""  # the table that takes this one along
 
 
 def over_grid(runs: Iterable[RunSpec], grid: Mapping[str, Sequence[Value]]) -> list[RunSpec]:

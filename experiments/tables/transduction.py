@@ -30,6 +30,7 @@ TABLES = [
     ),
     Table(
         name="seq2seq_translate",
+        part_of="seq2seq",
         description="a made-up language translated by the same three: whole sentences",
         runs=partial(seq2seq, "translate"),
         scales=("small", "smoke"),
@@ -39,6 +40,7 @@ TABLES = [
     ),
     Table(
         name="seq2seq_dates",
+        part_of="seq2seq",
         description="dates of days never seen, brought into one form by the same three: whole dates",
         runs=partial(seq2seq, "dates"),
         scales=("small", "smoke"),

@@ -11,9 +11,8 @@ What makes one fair:
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
-from types import MappingProxyType
 
 from experiments.running.runs import RunSpec, Value
 from experiments.tables.layout import Layout
@@ -40,7 +39,7 @@ class Table:
     averaged: tuple[str, ...] = ()  # labels over which each cell is the mean, of the best at each value
     published: Callable[[str], Quotes] = lambda scale: {}  # scale -> numbers
     # Other metrics of the same runs, each in a folder of its own beside the table's files, and what is published of it.
-    also: Mapping[str, Callable[[str], Quotes]] = MappingProxyType({})
+    also: Mapping[str, Callable[[str], Quotes]] = field(default_factory=dict)
     note: str = ""  # what others have published that is no number of this table's
     against: str = ""  # a cost that the plot sets the metric against
     part_of: str = ""  # the table that takes this one along

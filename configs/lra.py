@@ -12,11 +12,12 @@ Rows are read bidirectionally by whatever can. `size=small` is for one accelerat
 parameters as attention of 4 layers and width 128 (configs/archs.py), minutes a run. `size=paper` has the published
 recipe (configs/recipes.py) of attention (LRA's Transformer), s4, s4d or s5: hours to days on one accelerator, at the
 rates that README gives. `size=smoke` shows on a CPU that it runs. Test scores are of the step that validation chose.
+`start` is for self-pretraining (configs/pretraining.py).
 """
 
 from ml_collections import ConfigDict
 
-from configs import archs, base, recipes
+from configs import archs, base, pretraining, recipes
 from configs.argument import parse
 from model.errors import choose
 from model.mixers import MIXERS
@@ -32,6 +33,7 @@ TASKS = {
     "pathx": ("pathfinder", {"lra": dict(side=128), "s4": dict(side=128)}, 20_000, 16),
 }
 PAIRS = ("retrieval", "links")
+PIXELS = ("image", "pathfinder", "pathx")
 PUBLISHED = {"text": dict(length=4096), "retrieval": dict(length=4000)}  # of protocol s4
 SMOKE = {
     "listops": dict(length=100, max_depth=6, min_length=10, max_length=90, n_train=2000, n_validation=64, n_test=64),
@@ -40,11 +42,12 @@ SMOKE = {
     "retrieval": dict(length=128),
     "links": dict(length=128),
 }
+MASKED = {"listops": 0.1, "image": 0.5, "pathfinder": 0.5, "pathx": 0.5}  # of a row in self-pretraining; else 0.15
 SSM_LR = 1e-3  # at most, of a state space's own parameters
 
 
 def get_config(argument: str = "") -> ConfigDict:
-    arg = parse(argument, task="image", arch="s4d", protocol="s4", size="small", root="downloads")
+    arg = parse(argument, task="image", arch="s4d", protocol="s4", size="small", start="scratch", root="downloads")
     name, protocols, steps, batch_size = choose("task", arg.task, TASKS)
     section = choose("protocol", arg.protocol, protocols)
     c = base.get_config()
@@ -67,4 +70,6 @@ def get_config(argument: str = "") -> ConfigDict:
     c.model.causal = any(MIXERS[mixer].forward_only for mixer in c.model.mixers if mixer in MIXERS)
     if arg.task in PAIRS:
         c.model.kind = "towers"
+    tokens = arg.task not in PIXELS or arg.protocol == "lra"
+    pretraining.use(c, arg.start, tokens, MASKED.get(arg.task, 0.15))
     return c

@@ -36,8 +36,9 @@ class Objective:
     label_smoothing: Smoothing = 0.0
 
     name: ClassVar[str]
-    # Whether it makes its own targets from running text.
+    # Whether it makes its own targets from running text; and whether from tokens too that are there to be classified.
     needs_text: ClassVar[bool] = False
+    takes_rows: ClassVar[bool] = False
     # The values of `model.kind` that can serve it; (): any.
     model_kinds: ClassVar[tuple[str, ...]] = ()
     # Whether its loss is the mean of -log p of what the task asks for, of which the exponential is a perplexity.
@@ -45,11 +46,12 @@ class Objective:
 
     def __post_init__(self) -> None:
         check_fields(self, f"objective.{self.name}")
-        if self.needs_text and not self.task.running_text:
+        if self.needs_text and not self.task.running_text and not (self.takes_rows and classified_tokens(self.task)):
             able = ", ".join(name for name, task in TASKS.items() if task.running_text)
+            rows = ", or a class for rows of tokens" if self.takes_rows else ""
             raise UserError(
                 f"objective {self.name!r} needs running text, and task {self.task.name!r} has none; allowed: "
-                f"data.task={able}; closest: objective.kind=task"
+                f"data.task={able}{rows}; closest: objective.kind=task"
             )
         self.check_task(self.task)
 
@@ -149,7 +151,13 @@ def row_keys(rng: jax.Array | None, tokens: jax.Array) -> jax.Array:
 
 def row_weights(batch: Batch) -> jax.Array:
     """The weight `[B]` of each row: 0 where it is past the end of its split."""
-    return (batch["weights"] > 0).any(axis=1).astype(batch["weights"].dtype)
+    weights = batch["weights"]
+    return (weights.reshape(len(weights), -1) > 0).any(axis=1).astype(weights.dtype)
+
+
+def classified_tokens(task: Task) -> bool:
+    """Whether a task asks for the class of a row of tokens."""
+    return task.kind == "classify" and task.inputs is None and task.image is None and not task.pair
 
 
 def arguments(batch: Batch) -> Batch:

@@ -1,7 +1,7 @@
 """The objectives there are, by the names of `objective.kind`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from data import Task
+from model.asked import Asked
 from model.build import Model
 from model.documents import document_positions, open_reading
 from model.errors import UserError, choose
@@ -114,15 +115,65 @@ class PrefixLM(Objective):
 
 
 @dataclass(frozen=True)
-class Masked(Objective):
-    """Tokens that were masked in running text, read bidirectionally (BERT, https://arxiv.org/abs/1810.04805)."""
+class OwnTargets(Objective):
+    """Targets made of the tokens of a row, which may be running text or be there to be classified."""
+
+    needs_text: ClassVar[bool] = True
+    takes_rows: ClassVar[bool] = True
+
+    @property
+    def asked(self) -> Asked:
+        return replace(super().asked, n_classes=0)
+
+    @property
+    def attributes(self) -> dict[str, tuple[str, ...]]:
+        return self.task.attributes if self.task.running_text else {}  # else they are of classes
+
+    def baselines(self) -> dict[str, float]:
+        return self.task.baselines() if self.task.running_text else {"chance": 1 / self.task.vocab_size}
+
+
+@dataclass(frozen=True)
+class NextToken(OwnTargets):
+    """The next token of rows that are there to be classified: pre-training on a task's own inputs, read forward.
+
+    (Amos et al. 2023, https://arxiv.org/abs/2310.02980.)
+    """
+
+    name: ClassVar[str] = "next_token"
+    likelihood: ClassVar[bool] = True
+
+    def check_task(self, task: Task) -> None:
+        if task.next_token:
+            raise UserError(f"task {task.name!r} asks for the next token itself; closest: objective.kind=task")
+
+    def check_model(self, model: Model, section: Mapping[str, Any]) -> None:
+        if model.sees_ahead:
+            raise UserError(
+                "objective 'next_token' asks for the next token, and this model sees it; closest: model.causal=True"
+            )
+
+    def view(self, batch: Batch, rng: jax.Array | None) -> Batch:
+        tokens, segments = batch["inputs"], batch.get("segments")
+        real = jnp.ones(tokens.shape, bool) if segments is None else segments > 0
+        asked = jnp.pad(real[:, :-1] & real[:, 1:], ((0, 0), (0, 1)))  # the last token has none after it
+        return {
+            **({} if segments is None else {"segments": segments}),
+            "inputs": tokens,
+            "targets": jnp.roll(tokens, -1, axis=1),
+            "weights": asked * row_weights(batch)[:, None],
+        }
+
+
+@dataclass(frozen=True)
+class Masked(OwnTargets):
+    """Tokens that were masked, read bidirectionally (BERT, https://arxiv.org/abs/1810.04805)."""
 
     rate: Share = 0.15  # of the tokens, which are asked for
     mask: Fraction = 0.8  # of those, which a mask token hides
     random: Fraction = 0.1  # of those, which any token takes the place of; the rest stay as they are
 
     name: ClassVar[str] = "masked"
-    needs_text: ClassVar[bool] = True
 
     def check_task(self, task: Task) -> None:
         if self.mask + self.random > 1 + 1e-6:
@@ -159,7 +210,7 @@ class Masked(Objective):
             return jnp.take_along_axis(array, at, axis=1)
 
         return {
-            **{name: taken(array) for name, array in batch.items() if name.startswith("attr_")},
+            **{f"attr_{name}": taken(batch[f"attr_{name}"]) for name in self.attributes},
             **({} if segments is None else {"segments": segments}),
             "inputs": inputs,
             "at": at,
@@ -168,7 +219,7 @@ class Masked(Objective):
         }
 
 
-_ALL = (TaskTargets, Reach, PrefixLM, Masked, SpanCorruption, Infilling, MaskedValues, Contrastive)
+_ALL = (TaskTargets, Reach, PrefixLM, NextToken, Masked, SpanCorruption, Infilling, MaskedValues, Contrastive)
 OBJECTIVES: dict[str, type[Objective]] = {one.name: one for one in _ALL}
 
 

@@ -1,0 +1,36 @@
+"""Self-pretraining: a model learns a task's own training inputs before the task (https://arxiv.org/abs/2310.02980).
+
+A switch of benchmark configs, `start=...`. Scores from scratch overstate how far architectures are apart.
+
+    python -m train --config=configs/lra.py:task=listops,arch=attention,start=pretrain_masked --workdir=runs/first
+    python -m train --config=configs/lra.py:task=listops,arch=attention,start=from_masked --workdir=runs/then \\
+      --config.init.path=runs/first
+
+`masked` hides tokens, or real numbers, that a bidirectional model names; `causal` asks a causal one for the next token.
+"""
+
+from ml_collections import ConfigDict
+
+from model.errors import choose
+
+STARTS = ("scratch", "pretrain_masked", "pretrain_causal", "from_masked", "from_causal")
+VOCABULARY = 264  # of both runs: those of bytes, and a token that masks
+
+
+def use(config: ConfigDict, start: str, tokens: bool, rate: float) -> None:
+    """Makes of a config the run that comes first, or the one behind it; `rate` is the share of a row that is masked."""
+    choose("start", start, dict.fromkeys(STARTS))
+    if start == "scratch":
+        return
+    if tokens:
+        config.model.vocab_size = VOCABULARY
+    masked = start.endswith("masked")
+    if not masked:
+        config.model.causal = True
+    if start.startswith("from"):
+        config.init.fresh = ("classes/.*",) if tokens else ("classes/.*", "values/.*", "mask")
+        return
+    config.objective.kind = ("masked" if tokens else "masked_values") if masked else "next_token"
+    if masked:
+        config.objective[config.objective.kind] = dict(rate=rate)
+    config.best, config.test_at = "loss", "last"

@@ -1,0 +1,106 @@
+"""Self-pretraining: a task's own inputs first, then the task from those parameters."""
+
+import jax
+import numpy as np
+import pytest
+
+from data import build
+from data.pipeline import batch_at
+from model.errors import UserError
+from train import config as configs
+from train.checkpoint import load_params
+from train.loop import train
+from train.objectives import OBJECTIVES
+from train.run import prepare
+
+SHORT = {"length": 40, "max_depth": 5, "min_length": 8, "max_length": 40}
+TINY = {"steps": 2, "batch_size": 8, "eval_every": 0, "checkpoint_every": 0, "eval_batches": 1, "model.width": 16}
+
+
+@pytest.fixture(scope="module")
+def rows():
+    task = build("listops", SHORT)
+    return task, batch_at(task, 0, "validation", 6, 0)
+
+
+def test_the_next_token_is_asked_wherever_there_is_one(rows):
+    task, batch = rows
+    seen = OBJECTIVES["next_token"](task).view(batch, None)
+    for tokens, segments, targets, weights in zip(
+        batch["inputs"], batch["segments"], seen["targets"], seen["weights"], strict=True
+    ):
+        n = int(segments.sum())
+        assert 8 < n <= 40 and np.array_equal(weights, np.arange(40) < n - 1)
+        assert np.array_equal(targets[: n - 1], tokens[1:n])
+
+
+def test_rows_past_the_end_of_a_split_are_not_asked(rows):
+    task, batch = rows
+    past = batch | {"weights": batch["weights"] * (np.arange(6) < 4)}
+    for kind in ("next_token", "masked"):
+        counts = np.asarray(OBJECTIVES[kind](task).view(past, jax.random.key(0))["weights"]).sum(1)
+        assert (counts[:4] > 0).all() and not counts[4:].any()
+
+
+def test_masked_tokens_are_real_ones_and_were_there(rows):
+    task, batch = rows
+    seen = jax.device_get(OBJECTIVES["masked"](task, rate=0.3).view(batch, jax.random.key(0)))
+    at, counts = seen["at"], seen["weights"] > 0
+    assert np.array_equal(np.take_along_axis(batch["inputs"], at, 1)[counts], seen["targets"][counts])
+    assert (np.take_along_axis(batch["segments"], at, 1)[counts] == 1).all()
+    assert seen["inputs"].max() == task.vocab_size and not any(name.startswith("attr_") for name in seen)
+
+
+def test_objectives_of_rows_ask_for_tokens_and_know_chance(rows):
+    task, _ = rows
+    for kind, extra in (("next_token", 0), ("masked", 1)):
+        objective = OBJECTIVES[kind](task)
+        assert not objective.asked.n_classes and objective.asked.vocab_size == task.vocab_size + extra
+        assert objective.baselines() == {"chance": 1 / task.vocab_size} and not objective.attributes
+
+
+@pytest.mark.parametrize("kind", ["next_token", "span_corruption", "prefix_lm"])
+def test_what_has_no_rows_of_tokens_is_refused(kind):
+    with pytest.raises(UserError, match=f"objective '{kind}' needs running text, and task 'mqar' has none"):
+        OBJECTIVES[kind](build("mqar", {}))
+
+
+def test_a_text_asks_for_the_next_token_itself(book):
+    with pytest.raises(UserError, match=r"asks for the next token itself; closest: objective\.kind=task"):
+        OBJECTIVES["next_token"](build("text", {"path": str(book), "length": 16}))
+
+
+def settings(start: str, **changes) -> configs.ConfigDict:
+    found = {f"data.listops.{key}": value for key, value in SHORT.items()} | TINY | changes
+    spec = f"configs/lra.py:task=listops,arch=attention,size=smoke,start={start}"
+    return configs.load(spec, [(key, str(value)) for key, value in found.items()])
+
+
+def test_a_model_that_sees_the_next_token_is_refused():
+    with pytest.raises(UserError, match=r"this model sees it; closest: model\.causal=True"):
+        prepare(settings("pretrain_causal", **{"model.causal": False}))
+
+
+def test_an_unknown_start_is_named():
+    with pytest.raises(UserError, match=r"'from_mask'.*closest: from_masked"):
+        settings("from_mask")
+
+
+@pytest.mark.scale
+@pytest.mark.parametrize("how", ["masked", "causal"])
+def test_a_task_begins_with_what_its_inputs_taught(how, tmp_path):
+    first, then = tmp_path / "first", tmp_path / "then"
+    train(settings(f"pretrain_{how}"), str(first))
+    c = settings(f"from_{how}", **{"init.path": first, "steps": 1, "optim.lr": 0.0})
+    assert train(c, str(then))["init"]["step"] == 2
+    run = prepare(c)
+    taught = load_params(first / "checkpoints", prepared(first), 2)
+    begun = load_params(then / "checkpoints", run.abstract.params, 1)
+    assert begun.keys() == taught.keys() | {"classes"}
+    for name in taught:
+        jax.tree.map(np.testing.assert_array_equal, taught[name], begun[name])
+
+
+def prepared(folder):
+    """The shapes of a run's parameters."""
+    return prepare(configs.load(str(folder / "config.json"))).abstract.params

@@ -39,6 +39,7 @@ def lasting(row: dict) -> dict:
     return {key: value for key, value in row.items() if key not in VOLATILE}
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("every", [0, 4])  # saved at the end only, or also where the chosen score comes again
 def test_the_first_step_of_the_best_validation_score_is_tested(every, tmp_path, scripted):
     asked = config(test_at="best", checkpoint_every=every)

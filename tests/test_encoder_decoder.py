@@ -165,6 +165,7 @@ def test_the_state_is_as_large_as_it_says(shape):
     assert size == model.state_bytes(T)
 
 
+@pytest.mark.scale
 def test_rows_that_hold_both():
     """The source and behind it the target, asked at places of the row; nothing is said of the source."""
     _, variables, run = made("attention")
@@ -208,6 +209,7 @@ def test_one_table_of_biases_for_each_side():
     assert sum(leaf.size // (32 * 4) for _, leaf in tables) == 2 + 1  # a layer with attention each
 
 
+@pytest.mark.scale
 def test_every_parameter_is_in_its_group():
     c = config(**SHAPES["mixed"])
     params = nn.unbox(build.build(c, ASKED).init(jax.random.key(0), TARGET, source=SOURCE))["params"]
@@ -335,6 +337,7 @@ def trained(tmp_path_factory):
     return str(folder), train(configs.load(REVERSE, [(k, str(v)) for k, v in small.items()]), str(folder))
 
 
+@pytest.mark.scale
 def test_a_run_and_what_it_can_be_asked(trained, capsys):
     folder, row = trained
     assert row["kind"] == "encoder_decoder" and {"test/exact", "test/length_4/exact"} <= row["metrics"].keys()

@@ -108,6 +108,7 @@ def test_greedy_generation_is_the_argmax_of_passes_from_scratch(mixer, position)
 STREAMING = tuple(name for name in zoo.ALONE if not MIXERS[name].softmax)
 
 
+@pytest.mark.scale
 def test_ten_thousand_tokens_stream_in_constant_memory():
     """Every recurrence in one stack: a state of one size, one program, and at the end what a pass from scratch says."""
     model, params = tiny(STREAMING, "none")

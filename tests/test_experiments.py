@@ -229,7 +229,7 @@ def test_list_names_everything():
     assert all(found.values()), "a line without a description"
 
 
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", [pytest.param(t, marks=pytest.mark.scale) if t == "mad" else t for t in TABLES])
 def test_no_two_runs_of_a_table_are_the_same(name, tmp_path):
     for scale in TABLES[name].scales:
         runs = TABLES[name].runs(scale)
@@ -315,6 +315,7 @@ def test_a_sweep_of_real_runs_is_stopped_taken_up_and_finished(tmp_path):
 # Measurements
 
 
+@pytest.mark.scale
 def test_overhead_is_measured_on_the_real_loop(tmp_path):
     file = tmp_path / "new" / "bench.jsonl"
     code, printed, _ = call(

@@ -162,6 +162,7 @@ def test_work_grows_with_the_experts_a_token_goes_through_not_with_those_there_a
     assert flops(16, 4) > 1.7 * flops(16, 2)
 
 
+@pytest.mark.scale
 def test_a_model_of_experts_generates_what_it_would_answer():
     """A capacity is for training alone, so a token does not hang on how many come with it."""
     config = configs.load("configs/debug.py", [("model.mlp", "experts"), ("model.experts.capacity", "0.5")])
@@ -176,6 +177,7 @@ def test_a_model_of_experts_generates_what_it_would_answer():
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), whole, atol=2e-5)
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("implementation", LAYOUTS)
 def test_gradients_in_bfloat16_are_summed_wide(implementation):
     _, variables, x = made()

@@ -196,12 +196,13 @@ def test_every_cell_of_a_table_has_the_same_budget(name):
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_lines_of_a_column_train_alike(name, tmp_path):
+    """Among those that are trained, those that go on from another run, and those that are only asked."""
     asked = TABLES[name]
     trained: dict[tuple, set] = {}
     for run in asked.runs("smoke"):
         c = configs.load(run.config, [(key, str(value)) for key, value in run.overrides.items()])
         data = str(sorted(c.data[c.data.task].to_dict().items()))
-        column = (run.labels.get(asked.across), c.data.task, data)
+        column = (run.labels.get(asked.across), c.data.task, data, run.source is None, c.optim.lr > 0)
         trained.setdefault(column, set()).add((c.steps, c.batch_size, c.data.seed, c.eval_batches, c.test_at))
     assert all(len(found) == 1 for found in trained.values())
 

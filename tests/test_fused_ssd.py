@@ -61,6 +61,7 @@ def test_narrow_inputs_are_summed_wide():
         assert a.dtype == b.dtype and zoo.far(b, a) < 0.02
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("groups", [1, 2], ids=["one group", "groups of a device's own"])
 def test_devices_keep_their_rows_and_heads(groups):
     """On a mesh the result is the same, and no device is sent another's tokens."""

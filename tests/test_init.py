@@ -140,6 +140,7 @@ def test_what_is_not_there_is_told(source, folder, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.scale
 def test_a_run_says_where_it_came_from_and_needs_it_no_more(source, tmp_path, monkeypatch):
     copy = shutil.copytree(source, tmp_path / "source")
     own = [("init.path", str(copy)), ("init.step", "best"), ("init.fresh", FRESH)]

@@ -40,6 +40,7 @@ def test_a_measurement_leaves_a_row_like_a_runs(tmp_path):
     assert call(module, flags[0])[0] == 2, "without a folder there is nothing to do"
 
 
+@pytest.mark.scale
 def test_memory_is_what_the_compiled_step_needs():
     found = []
     for length in (128, 1024):

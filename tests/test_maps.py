@@ -322,6 +322,7 @@ def colours(path: Path) -> int:
     return len(np.unique((imread(path) * 255).astype(np.uint8).reshape(-1, 4), axis=0))
 
 
+@pytest.mark.scale
 @one_run
 def test_the_suite_writes_numbers_within_their_bounds_and_pictures(attention_run, capsys):
     path, report = looked(attention_run, split="validation", examples=3)

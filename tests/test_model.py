@@ -261,6 +261,7 @@ def test_narrow_dtypes_keep_parameters_and_logits_wide(dtype, tolerance):
     assert np.linalg.norm(logits - wide) / np.linalg.norm(wide) < tolerance
 
 
+@pytest.mark.scale
 @pytest.mark.quick
 @pytest.mark.parametrize("mixers", [("attention",), ("local", "mamba")])
 def test_ragged_generation_where_integers_are_wide(mixers):

@@ -72,6 +72,7 @@ def test_a_label_for_each_token_is_learnt(mixer, causal, tmp_path):
         check(run.model, 1, 1)
 
 
+@pytest.mark.scale
 def test_masked_resumes_bit_for_bit(text, tmp_path):
     def losses(folder):
         return [float(line["loss"]).hex() for line in log.read_metrics(folder / "metrics.jsonl") if "loss" in line]

@@ -77,6 +77,7 @@ def test_masks_are_new_at_each_step_and_the_same_in_every_test(task, batch):
         assert (tested[name] == backwards[name][::-1]).all(), "in whatever batch a row stands"
 
 
+@pytest.mark.scale
 @pytest.mark.quick
 def test_rows_past_the_end_of_a_split_count_for_nothing(task, batch):
     weights = batch["weights"].copy()
@@ -166,6 +167,7 @@ def test_what_prefix_lm_asks_for_is_not_seen(text, batch):
     assert (found[:4, :5] > 0).all() and not asked[:4].any(), "inside the prefix the next token is seen, and not asked"
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("kind", ["span_corruption", "infilling"])
 def test_what_a_decoder_is_asked_for_is_not_seen(kind, text, batch):
     """It reads its source and what it has written; nothing hidden is in the source."""

@@ -35,6 +35,7 @@ def test_changes_are_noted_at_the_step_they_were_made():
     assert configs.noted(shape, {"rules": ()}, {"rules": (("batch", ("data",)),)}, 20) == []
 
 
+@pytest.mark.scale
 def test_a_refusal_leaves_the_folder_as_it_was_and_a_change_is_told(tmp_path):
     config = load(*SHORT)
     assert train(config, str(tmp_path))["changes"] == []

@@ -294,6 +294,7 @@ def needle_run(tmp_path_factory):
     return folder, train(config, str(folder))
 
 
+@pytest.mark.scale
 def test_a_result_has_scores_by_depth_at_every_length(needle_run):
     folder, result = needle_run
     assert result["slices"].keys() == {
@@ -315,6 +316,7 @@ def test_a_result_has_scores_by_depth_at_every_length(needle_run):
     assert None in result["slices"]["test/length_12/exact/depth"].values(), "no needle of 4 tokens begins so deep in 10"
 
 
+@pytest.mark.scale
 def test_depth_by_length_is_printed_and_drawn(needle_run, capsys, monkeypatch):
     folder, result = needle_run
     drawn = []

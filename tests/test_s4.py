@@ -150,6 +150,7 @@ def test_s4_kernel_is_the_published_one():
     np.testing.assert_allclose(steps.ravel(), dense, atol=1e-14)
 
 
+@pytest.mark.scale
 def test_the_kernel_of_s4_does_not_depend_on_how_much_of_it_is_asked_for():
     Lambda, P, B, V = legs_modes(64)
     weights = [jnp.asarray(w[None], jnp.complex64) for w in (Lambda, P, B, np.ones(64) @ V)]
@@ -250,6 +251,7 @@ def test_documents_and_gradients_through_the_chunked_recurrence_of_s4():
         assert np.abs(want).max() > 1e-3 and zoo.far(got, want) < 1e-5
 
 
+@pytest.mark.scale
 def test_s4_never_holds_all_its_cauchy_matrices_or_all_its_states():
     mixer, L = make("s4", width=8), 16384
     values = variables(mixer)

@@ -345,6 +345,7 @@ def trained(tmp_path_factory):
     return str(folder), train(config, str(folder))
 
 
+@pytest.mark.scale
 def test_a_run_from_a_config_learns(trained):
     folder, row = trained
     losses = [line["loss"] for line in read_metrics(f"{folder}/metrics.jsonl") if "loss" in line]
@@ -358,6 +359,7 @@ def test_a_run_from_a_config_learns(trained):
     assert row["state_bytes"] == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.scale
 def test_what_a_run_can_be_asked(trained, capsys):
     restored = restore(trained[0], "latest")
     options = dict(temperature=0.0, top_k=0, top_p=1.0, seed=0)

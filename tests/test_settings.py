@@ -130,7 +130,8 @@ def leaves(kind: Any) -> list[Any]:
 def test_every_number_has_bounds_and_every_name_its_choices():
     said = (bool, type(None))
     bare = {key for key, kind in SETTINGS for leaf in leaves(kind) if leaf not in said and get_origin(leaf) is None}
-    assert bare == {"data.text.path", "init.path", "resume_safe"}  # any text
+    needles = {f"data.{name}.path" for name in ("needle", "multi_key", "multi_value", "multi_query")}
+    assert bare == {"data.text.path", "init.path", "resume_safe"} | needles  # any text
 
 
 def test_every_key_of_a_config_is_declared_and_its_default_allowed():

@@ -77,13 +77,14 @@ def test_products_are_the_recurrence(float64, length, cut):
     assert_same(*both(run, inputs(length)), within=1e-10)
 
 
-@pytest.mark.parametrize("chunk", [1, 8, 40, 128, 1000])
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.scale), 8, 40, 128, 1000])
 def test_the_chunk_is_speed_alone(float64, chunk):
     arrays = inputs(100)
     y, h = ssd(**arrays, implementation="sequential")
     assert_same((y, h), ssd(**arrays, implementation="chunked", chunk=chunk), within=1e-12)
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize("groups", [1, 2, 4])
 def test_heads_of_a_group_share_their_maps(float64, groups):
     arrays = inputs(20, groups)

@@ -314,6 +314,7 @@ def test_a_classifier_trains_on_padded_documents(mixers):
     assert losses[-1] < losses[0] < 3.5
 
 
+@pytest.mark.scale
 def test_named_architectures_build_at_comparable_size():
     sizes = {}
     for arch, task in itertools.product(archs.ARCHS, ("mqar", "selective_copying", "induction")):

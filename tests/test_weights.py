@@ -221,6 +221,7 @@ def test_what_a_family_has_no_words_for_is_refused(changes, words):
         find(load(*SMALL, *changes).model.to_dict(), Asked(64))
 
 
+@pytest.mark.scale
 def test_one_half_of_the_bits_are_read_as_they_are(tmp_path):
     """A model saved in bfloat16 has its numbers, exactly, in float32."""
     train(load(*SMALL, *RUNS["llama"]), str(tmp_path / "run"))

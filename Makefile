@@ -17,7 +17,7 @@ test: $(VENV)/ready-dev
 	  -m $(if $(filter python3,$(PYTHON)),"not scale",quick) $(TESTS)
 
 # What takes many processes, devices that are not here, or hundreds of tries: hosts, meshes, kills, damaged files, wrong
-# commands, and training that covers the zoo.
+# commands, training that covers the zoo, and the variants of a test beyond the first few.
 scale: $(VENV)/ready-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/parity -m scale $(TESTS)
 

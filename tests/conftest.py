@@ -18,12 +18,29 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 gc.set_threshold(200_000, 50, 1000)  # tracing makes many objects and few cycles
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses by what is marked here
 def pytest_collection_modifyitems(items):
     """The laws of one mixer come one after another: they share programs, and neighbours go to one worker."""
+    thin_out(items)
     laws = [i for i, item in enumerate(items) if item.path.name == "test_laws.py"]
     by_case = sorted((items[i] for i in laws), key=lambda item: str(item.callspec.params["case"]))
     for i, item in zip(laws, by_case, strict=True):
         items[i] = item
+
+
+def thin_out(items):
+    """Of a test marked `few(n)`, all but n of its variants are left to `make scale`; `each`: n of each first word."""
+    variants: dict[tuple, list] = {}
+    for item in items:
+        if mark := item.get_closest_marker("few"):
+            word = item.callspec.id.partition("-")[0] if mark.kwargs.get("each") else ""
+            variants.setdefault((item.path, item.originalname, word), []).append(item)
+    for found in variants.values():
+        n = found[0].get_closest_marker("few").args[0]
+        kept = {i * len(found) // n for i in range(n)}
+        for i, item in enumerate(found):
+            if i not in kept:
+                item.add_marker(pytest.mark.scale)
 
 
 @pytest.fixture(scope="session")

@@ -97,6 +97,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(tiled_attention, "tile_shape", lambda o: (16, 24))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_implementations_are_one_function(call):
     with jax.enable_x64(True):
@@ -260,6 +261,7 @@ def test_the_support_matrix_is_what_the_choice_reads():
 # The fused kernels that run here, interpreted
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     "options",
     [

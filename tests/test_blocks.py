@@ -52,6 +52,7 @@ def test_norm_of_embeddings(order):
     np.testing.assert_allclose(logits, x @ params["unembed"]["kernel"] + params["unembed_bias"], atol=1e-5)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("mixer", zoo.ALONE)
 def test_last_kernels_scaled_with_depth(mixer):
     """GPT-2's start: all that differs are the maps that end a branch, by the root of how many branches there are."""

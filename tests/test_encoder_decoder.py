@@ -64,6 +64,7 @@ def made(shape: str):
     return model, moved, jax.jit(model.apply, static_argnames=("train",))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_target_in_pieces_is_the_target_whole(shape):
     """Behind sources of different lengths: one call, and a first one with the source and then single tokens."""
@@ -93,6 +94,7 @@ def test_targets_of_different_lengths_go_on_behind_their_padding(shape):
         np.testing.assert_allclose(then[row, 0], whole[row, n], atol=2e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_padding_of_the_source_changes_nothing(shape):
     _, variables, run = made(shape)
@@ -118,6 +120,7 @@ def test_who_sees_whom(shape):
         np.testing.assert_array_equal(changed, np.arange(T) >= column)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["attention", "gru", "s4d"])
 def test_the_encoder_is_bidirectional(kind):
     """The vector of the first token knows the last one."""

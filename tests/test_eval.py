@@ -96,6 +96,7 @@ PROMPTS = np.random.default_rng(0).integers(0, V, (6, P)).astype(np.int32)
 # --- generation ---
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("mixer", "position"), zoo.PAIRS)
 def test_greedy_generation_is_the_argmax_of_passes_from_scratch(mixer, position):
     model, params = tiny((mixer,), position)

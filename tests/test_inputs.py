@@ -60,6 +60,7 @@ def test_vectors_go_through_a_linear_map():
     np.testing.assert_allclose(run(made, variables, padded, segments=segments)[0], logits, atol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("position", ["learned", "sincos2d", "axial"])
 def test_with_positions_a_model_tells_where_a_patch_is_and_without_it_does_not(position):
     swapped = np.concatenate([PICTURES[:, 4:], PICTURES[:, :4]], axis=1)  # the two lines of patches
@@ -75,6 +76,7 @@ IMAGE_AND_TEXT = Asked(20, image=PICTURE)
 TOKENS = jnp.asarray(RNG.integers(0, 20, (2, 5)), jnp.int32)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("position", ["rope", "axial", "sincos2d", "learned"])
 def test_an_image_and_a_text_in_one_row(position):
     """Logits are of the text alone, it sees the image, and in pieces it goes on where it stopped."""

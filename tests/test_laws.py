@@ -30,6 +30,7 @@ def pieces(mixer, variables, x, ctx, lengths):
     return jnp.concatenate(outputs, axis=1), state
 
 
+@pytest.mark.few(3, each=True)
 @pytest.mark.quick
 @pytest.mark.parametrize("case", CASES)
 def test_split(case):
@@ -58,6 +59,7 @@ def test_every_combination_splits_packed_rows_or_is_refused(case):
     np.testing.assert_allclose(split[real], whole[real], atol=2e-5)
 
 
+@pytest.mark.few(3, each=True)
 @pytest.mark.quick
 @pytest.mark.parametrize("case", CASES)
 def test_causality(case):
@@ -86,6 +88,7 @@ DIRECTED = [(case, True) for case in CASES] + [(case, False) for case in PLAIN]
 IN_DIRECTION = [pytest.param(*c.values, d, id=f"{c.id}-{'causal' if d else 'bidirectional'}") for c, d in DIRECTED]
 
 
+@pytest.mark.few(4, each=True)
 @pytest.mark.quick
 @pytest.mark.parametrize("case, causal", IN_DIRECTION)
 def test_segments(case, causal):
@@ -136,6 +139,7 @@ def test_padding_is_skipped(case, causal):
     assert (np.abs(pull[~real]) < 1e-7).all()
 
 
+@pytest.mark.few(3, each=True)
 @pytest.mark.parametrize("case", CASES)
 def test_padding_leaves_the_state(case):
     """A prompt padded at its end, then more tokens: as if the padding had not been there."""
@@ -154,6 +158,7 @@ HALF = ("attention", "mla", "mamba", "mamba2", "rwkv", "s4d")  # in float16 too,
 AWKWARD = [(case, length) for case in CASES for length in ([1, 7, 63, 100] if case in BARE else [63])]
 
 
+@pytest.mark.few(3, each=True)
 @pytest.mark.parametrize("case, length", [pytest.param(*c.values, n, id=f"{c.id}-{n}") for c, n in AWKWARD])
 def test_truth(case, length):
     """Value and gradient equal the float64 reference: tight in float32, loose in float16 and looser in bfloat16."""

@@ -382,6 +382,7 @@ def test_what_cannot_be_looked_at_is_refused(attention_run):
             SUITES["attention"](restore(str(attention_run), "latest", changes), **ASK | ask)
 
 
+@pytest.mark.few(1)
 @one_run
 def test_layers_without_attention_have_a_rank_and_no_map(hybrid_run, capsys):
     path, report = looked(hybrid_run)

@@ -139,6 +139,7 @@ def test_swiglu_width():
     assert mlp_width("swiglu", 4096, 11008) == 11008
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mixers,layers", [(("attention",), 3), (("mamba", "attention"), 5), (("s4d", "mamba"), 1)])
 def test_looped_unrolled_and_rematerialised_agree(mixers, layers):
     config = model_config(mixers=mixers, layers=layers)
@@ -164,6 +165,7 @@ CHOICES += [{key: value} for key, value in SCALARS.items()]
 CHOICES += [dict(embed_norm="before", unembed_bias=True, mlp_bias=True, mlp_multiple=7, depth_init=True)]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_block_choices(choice):
     """Each makes a model that drops out, skips padding, and in pieces gives what it gives whole."""

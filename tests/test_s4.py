@@ -193,6 +193,7 @@ def test_powers_keep_their_phase_at_long_lags(lag):
         np.testing.assert_allclose(got / lag, true / lag, atol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.quick
 @pytest.mark.parametrize("form", FORMS)
 def test_textbook_impulse(form):
@@ -217,6 +218,7 @@ def run(mixer, form, values, x):
     return jax.jit(mixer.clone(implementation=form).apply)(values, x, Context())[0]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", SETTINGS)
 def test_convolution_recurrence_and_scan_are_one_map(case):
     mixer = make(case)
@@ -269,6 +271,7 @@ def test_s4_never_holds_all_its_cauchy_matrices_or_all_its_states():
     assert memory(packed, None) < one * L / 2 < memory(packed, "sequential")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", ["s4", "s4d", "dss", "s5", "lru", "b2s6"])
 def test_backward_is_forward_read_from_the_end(case):
     """Both ways, the reversed input with the directions exchanged gives the reversed output; each has its own C."""

@@ -236,6 +236,7 @@ def form(cell: str, attention: bool):
     return model, made, jax.jit(model.apply, static_argnames=("mutable",))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("cell", "attention"), FORMS)
 def test_a_source_by_name_is_the_source_in_the_row(cell, attention):
     _, variables, run = form(cell, attention)
@@ -243,6 +244,7 @@ def test_a_source_by_name_is_the_source_in_the_row(cell, attention):
     np.testing.assert_allclose(run(variables, TARGET, source=SOURCE)[0], both.apply(variables, ROWS)[0], atol=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("cell", "attention"), FORMS)
 def test_pieces_and_padding_in_every_form(cell, attention):
     model, variables, run = form(cell, attention)

@@ -77,6 +77,7 @@ def test_products_are_the_recurrence(float64, length, cut):
     assert_same(*both(run, inputs(length)), within=1e-10)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.scale), 8, 40, 128, 1000])
 def test_the_chunk_is_speed_alone(float64, chunk):
     arrays = inputs(100)
@@ -180,6 +181,7 @@ def test_matrix_valued_states(float64, length, cut):
     assert_same(*both(lambda **arrays: wkv6(**arrays, keep=keep), arrays), within=1e-12)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("x64", "within"), [(True, 1e-12), (False, 1e-5)], ids=["float64", "float32"])
 @pytest.mark.parametrize("length", [7, 100])
 def test_heads_of_any_decay(length, x64, within):

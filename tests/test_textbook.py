@@ -91,6 +91,7 @@ def test_heads_side_by_side_and_a_map_are_the_sum_of_each_heads_own_map():
     np.testing.assert_allclose(many, H * parts[0], atol=1e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("implementation", HERE)
 def test_backward_is_the_textbook_one(implementation):
     Q, K, V, G = (normal(5, 4, seed=i) for i in range(4))

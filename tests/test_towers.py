@@ -37,6 +37,7 @@ def test_both_towers_are_one_set_of_parameters():
     }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pool", ["mean", "cls", "last"])
 def test_towers_know_the_other_row_by_its_vector_alone(pool):
     """Logits are those of the features [a, b, a b, a - b] of rows read alone; rows swapped, features say how."""
@@ -61,6 +62,7 @@ def test_towers_know_the_other_row_by_its_vector_alone(pool):
     np.testing.assert_allclose(run(model, variables, B, other=A)[0], judged(b, a), atol=2e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("asked", [CLASSES, PARTNERS], ids=["classes", "partners"])
 @pytest.mark.parametrize("kind", ["towers", "stack"])
 def test_padding_changes_nothing(kind, asked):

@@ -243,6 +243,7 @@ def test_an_update_that_leaves_no_finite_state_is_not_applied(tx):
     chex.assert_trees_all_equal((after.params, after.opt_state), (state.params, state.opt_state))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
 def test_a_loss_that_is_not_finite(policy, tmp_path, monkeypatch):
     break_at(monkeypatch, {6})

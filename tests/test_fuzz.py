@@ -60,7 +60,7 @@ def wrong(kind: Any) -> list[str]:
         if get_args(get_args(kind)[0])[:1] == (float,):
             return [*texts, "fast", "-2", "(1.5,0)", "((1,),)", "(((", "(1,None)", "{1:2}"]
         return [*texts, "1.5", "((1,),)", "(((", "(1,2.5)", f"({HUGE},)", "{1:2}"]
-    if bool in inner:
+    if bool in (*inner, *get_args(kind)):
         return [*texts, "2", "maybe", "", "1.0"]
     if float in inner:
         return [*texts, "fast", "nan", "inf", "-2", "1e400", "-1e400", "1e39", "", "(0.5,)", "True", "1j", ENDLESS]

@@ -27,7 +27,7 @@ CONFIG = "configs/lra_speed.py:arch=s4d,length=16,size=smoke"
 
 @pytest.mark.scale
 def test_a_measurement_leaves_a_row_like_a_runs(tmp_path):
-    run = RunSpec(CONFIG, {"model.width": 8}, {"arch": "s4d"}, "experiments.measurements.steps")
+    run = RunSpec(CONFIG, {"model.width": 8}, {"arch": "s4d"}, program="experiments.measurements.steps")
     ((name, item),) = campaign.plan([run], tmp_path).items()
     folders.claim(tmp_path / name, item.run, item.config_hash)
     module, *flags = command(item.run, tmp_path / name)[2:]

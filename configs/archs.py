@@ -8,6 +8,7 @@ layers, or are wider.
 from ml_collections import ConfigDict
 
 from model.errors import choose
+from model.mixers import MIXERS
 
 # The Transformer's shape (arXiv:1706.03762): norms after the sums and none at the end, waves added to the embeddings.
 TRANSFORMER = dict(
@@ -123,6 +124,12 @@ def use_matched(config: ConfigDict, arch: str, size: str) -> None:
     shape = choose("size", size, SIZES)
     use(config, arch)
     config.model.update(shape | choose("arch", arch, MATCHED)[list(SIZES).index(size)])
+
+
+def read_bidirectionally(config: ConfigDict) -> None:
+    """Lets all tokens see all others, unless a mixer runs forward only."""
+    kinds = (config.model[name].mixer if name not in MIXERS else name for name in config.model.mixers)
+    config.model.causal = any(MIXERS[kind].forward_only for kind in kinds)
 
 
 def use_bare(config: ConfigDict, arch: str, width: int = 64) -> None:

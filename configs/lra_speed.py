@@ -12,7 +12,6 @@ from ml_collections import ConfigDict
 from configs import archs, base
 from configs.argument import parse
 from model.errors import choose
-from model.mixers import MIXERS
 
 SIZES = {
     "smoke": dict(model=dict(width=32, layers=2), rows=2, steps=3),
@@ -27,8 +26,7 @@ def get_config(argument: str = "") -> ConfigDict:
     archs.use(c, arg.arch)
     c.model.update(size["model"])
     c.model.layers = max(c.model.layers, len(c.model.mixers))
-    kinds = [c.model.get(name, {}).get("mixer", name) for name in c.model.mixers]
-    c.model.causal = any(MIXERS[kind].forward_only for kind in kinds)
+    archs.read_bidirectionally(c)
     c.data.task = "majority"
     c.data.majority = dict(length=arg.length)
     c.steps, c.batch_size = size["steps"], size["rows"]

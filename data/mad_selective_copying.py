@@ -5,13 +5,14 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
+from data.copying import Copied
 from data.mad import Mad
 from data.task import Example
 from model.settings import LONGEST, WIDEST, Length, within
 
 
 @dataclass(frozen=True)
-class MadSelectiveCopying(Mad):
+class MadSelectiveCopying(Copied, Mad):
     """Tokens with blanks before each of them, then a mark and as many blanks: reproduce the tokens there.
 
     Tokens are uniform in 0..V-3, V-2 is blank and V-1 the mark. Each blank stands before one of the tokens, all as
@@ -20,8 +21,6 @@ class MadSelectiveCopying(Mad):
     """
 
     name: ClassVar[str] = "mad_selective_copying"
-    kind: ClassVar[str] = "lm"
-    block: ClassVar[int] = 64
 
     length: Annotated[int, within(4, LONGEST)] = 256  # tokens
     vocab_size: Annotated[int, within(4, WIDEST)] = 16
@@ -38,22 +37,4 @@ class MadSelectiveCopying(Mad):
         inputs = np.full((B, L), V - 2, np.int32)
         np.put_along_axis(inputs, blanks + np.arange(Q), tokens, axis=1)
         inputs[:, L - Q - 1] = V - 1
-        places = np.tile(np.arange(Q, dtype=np.int32), (B, 1))
-        return {
-            "inputs": inputs,
-            "at": L - Q + places,
-            "targets": tokens,
-            "weights": np.ones((B, Q), np.float32),
-            "attr_place": places,
-        }
-
-    @property
-    def tail(self) -> int:
-        return self.n_tokens
-
-    @property
-    def attributes(self) -> dict[str, tuple[str, ...]]:
-        return {"place": tuple(str(q + 1) for q in range(self.n_tokens))}  # in the output
-
-    def baselines(self) -> dict[str, float]:
-        return {"chance": 1 / (self.vocab_size - 2)}
+        return self.asked_of(inputs, tokens)

@@ -5,13 +5,14 @@ from typing import Annotated, ClassVar
 
 import numpy as np
 
+from data.copying import Copied
 from data.rng import distinct
-from data.task import Example, Task
+from data.task import Example
 from model.settings import LONGEST, WIDEST, Length, within
 
 
 @dataclass(frozen=True)
-class SelectiveCopying(Task):
+class SelectiveCopying(Copied):
     """Tokens scattered among noise: reproduce them in order at the end.
 
     Noise is 0, tokens are uniform in 1..V-2 at sorted random positions, and the last n_tokens inputs are the
@@ -19,8 +20,6 @@ class SelectiveCopying(Task):
     """
 
     name: ClassVar[str] = "selective_copying"
-    kind: ClassVar[str] = "lm"
-    block: ClassVar[int] = 64
 
     length: Annotated[int, within(2, LONGEST)] = 256  # tokens; the last n_tokens are markers
     vocab_size: Annotated[int, within(3, WIDEST)] = 16  # noise and marker included
@@ -35,22 +34,4 @@ class SelectiveCopying(Task):
         inputs = np.zeros((B, L), np.int32)
         np.put_along_axis(inputs, np.sort(distinct(rng, B, L - Q, Q), axis=1), tokens, axis=1)
         inputs[:, L - Q :] = V - 1
-        places = np.tile(np.arange(Q, dtype=np.int32), (B, 1))
-        return {
-            "inputs": inputs,
-            "at": L - Q + places,
-            "targets": tokens,
-            "weights": np.ones((B, Q), np.float32),
-            "attr_place": places,
-        }
-
-    @property
-    def tail(self) -> int:
-        return self.n_tokens
-
-    @property
-    def attributes(self) -> dict[str, tuple[str, ...]]:
-        return {"place": tuple(str(q + 1) for q in range(self.n_tokens))}  # in the output
-
-    def baselines(self) -> dict[str, float]:
-        return {"chance": 1 / (self.vocab_size - 2)}
+        return self.asked_of(inputs, tokens)

@@ -1,0 +1,52 @@
+"""Published recipes of Long Range Arena: each makes a model that reads the rows of its task."""
+
+import jax
+import numpy as np
+import pytest
+
+from configs.recipes import RECIPES
+from model import build
+from model.asked import Asked, Vectors
+from model.errors import UserError
+from train import config as configs
+
+ASKED = {
+    "listops": (Asked(17, n_classes=10), 2048),
+    "text": (Asked(257, n_classes=2), 4096),
+    "retrieval": (Asked(257, n_classes=2, pair=True), 4000),
+    "image": (Asked(0, n_classes=10, inputs=Vectors(1)), 1024),
+    "pathfinder": (Asked(0, n_classes=2, inputs=Vectors(1)), 1024),
+    "pathx": (Asked(0, n_classes=2, inputs=Vectors(1)), 128**2),
+}
+LEVELS = Asked(256, n_classes=10)  # pixels as released: grey levels
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("task", ASKED)
+@pytest.mark.parametrize("arch", RECIPES)
+def test_a_recipe_reads_the_rows_of_its_task(arch, task):
+    c = configs.load(f"configs/lra.py:task={task},arch={arch},size=paper")
+    (asked, L), recipe = ASKED[task], RECIPES[arch][task]
+    assert (c.steps, c.batch_size, c.optim.lr, c.model.width) == (
+        recipe.steps,
+        recipe.batch_size,
+        recipe.lr,
+        recipe.width,
+    )
+    if arch == "attention" and asked.inputs:
+        asked = LEVELS
+    row = np.zeros((1, L, 1), np.float32) if asked.inputs else np.zeros((1, L), np.int32)
+    pair = {"other": row} if asked.pair else {}
+    model = build.build(c.model.to_dict(), asked)
+    logits, _ = jax.eval_shape(lambda: model.init_with_output(jax.random.key(0), row, **pair))[0]
+    assert logits.shape == (1, asked.n_classes)
+
+
+def test_the_ssm_rate_is_the_published_one():
+    c = configs.load("configs/lra.py:task=image,arch=s5,size=paper")
+    assert c.optim.lr * c.optim.ssm_lr == pytest.approx(1e-3) and (c.model.s5.state, c.model.s5.blocks) == (384, 3)
+
+
+def test_an_architecture_without_a_recipe_is_named():
+    with pytest.raises(UserError, match="published recipe 'mamba'; choose from attention, s4, s4d, s5"):
+        configs.load("configs/lra.py:task=image,arch=mamba,size=paper")

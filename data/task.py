@@ -30,9 +30,9 @@ class Task:
     An example of an "lm" task holds `inputs` int32 [L], `targets` int32 [Q] and `weights` float32 [Q]. `at`
     int32 [Q] names the positions whose hidden states are read; without it Q = L and every position is a
     target. A "label" example is the same, its targets below `n_classes`; a "classify" example has scalar
-    `targets` and `weights`. `segments` int32 [L], where given, is 0 on padding and 1 on the rest. `attr_<name>`
-    int32 holds bin numbers, in the shape of `targets`. All examples of one task have equal shapes; their weights may
-    differ by split, where training asks for more than what counts as an answer.
+    `targets` and `weights`. `segments` int32 [L], where given, is 1 on the tokens of a row and 0 on the padding
+    behind them. `attr_<name>` int32 holds bin numbers, in the shape of `targets`. All examples of one task have equal
+    shapes; their weights may differ by split, where training asks for more than what counts as an answer.
 
     Where rows are no tokens, `inputs` are float32 [L, C] or pictures [height, width, C]. A text behind a picture has
     the picture as `image`. A pair has `other` and `other_segments` besides `inputs` and `segments`.

@@ -38,10 +38,12 @@ class Backbone(nn.Module):
         memory: jax.Array | None = None,
         memory_segments: jax.Array | None = None,
         train: bool = False,
+        right_padded: bool = False,
     ) -> tuple[jax.Array, State]:
         """The vectors after the last layer, and the state after these tokens.
 
-        `memory` `[B, M, D]` is what cross-attention reads; of `memory_segments` 0 is padding.
+        `memory` `[B, M, D]` is what cross-attention reads; of `memory_segments` 0 is padding. `right_padded`: all
+        segments hold one document a row, and padding behind it.
         """
         if self.cls:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("embed",))
@@ -51,7 +53,8 @@ class Backbone(nn.Module):
         positions, reading = place(x, segments, state)
         position = self.position(name="position", dtype=self.dtype)
         bias = position.bias(self.bias_heads, self.causal) if position.shares else None
-        ctx = Context(positions, segments, memory, memory_segments, bias, train)
+        # A state must be that after the last token, and so is kept from padding by those who see nothing of it too.
+        ctx = Context(positions, segments, memory, memory_segments, bias, train, right_padded and state is None)
         at_all = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
         embed_norm = norm(self.norm, self.dtype, "embed_norm", self.norm_eps) if self.embed_norm != "none" else None
         x = embed_norm(x) if self.embed_norm == "before" else x

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import Context, Mixer, State
+from model.documents import looking_back
 from model.layers import norm
 
 ACTIVATION = ("batch", "length", None)  # logical axes of [B, L, D]
@@ -42,7 +43,8 @@ class Block(nn.Module):
 
         def branch(x: jax.Array, name: str, build: Callable[..., Mixer]) -> jax.Array:
             mixer = build(name=name)
-            y, new[name] = mixer(x, ctx, None if state is None else state[name])
+            known = ctx if mixer.sees_ahead or mixer.counts_tokens else looking_back(ctx)
+            y, new[name] = mixer(x, known, None if state is None else state[name])
             if self.init_scale != 1 and self.is_initializing():
                 self.shrink(name, mixer.last)
             return y

@@ -10,6 +10,9 @@ Padding (segment 0) is skipped, wherever it stands in a row: real tokens get wha
 there, their predecessors are the real tokens before them, and nothing of padding reaches them, in values or in
 gradients. What a mixer returns at padding means nothing. It may stand between the tokens of a document, which it does
 not end: a document ends where another begins.
+
+Rows that hold one document each, with their padding behind it, may be told to be so (`right_padded`): to a mixer that
+sees no later token such padding is nothing, and to one that does it is where the row ends. No state is carried then.
 """
 
 from typing import Any, ClassVar
@@ -38,6 +41,7 @@ class Context:
     memory_segments: jax.Array | None = None  # [B, M] int32, whose documents it belongs to, 0 is padding; None: all
     bias: Any = None  # `model.ops.scores.Bias` that the layers share, where their position encoding does
     train: bool = struct.field(pytree_node=False, default=False)
+    right_padded: bool = struct.field(pytree_node=False, default=False)  # whether segments only tell where rows end
 
 
 class Mixer(nn.Module):
@@ -60,6 +64,8 @@ class Mixer(nn.Module):
     last: ClassVar[str] = "out"
     # Whether it can only run from the first token to the last, and so not with causal=False.
     forward_only: ClassVar[bool] = False
+    # Whether it counts the tokens of a batch, and so is told of all padding.
+    counts_tokens: ClassVar[bool] = False
     # How memory and work grow with the length: 1 linearly, 2 quadratically.
     cost: ClassVar[int] = 1
     # Last component of a parameter's path -> optimizer group (see train/optim.py); what is not named is decayed.

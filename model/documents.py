@@ -52,10 +52,15 @@ def neighbours(ctx: Context) -> tuple[jax.Array | None, jax.Array | None]:
     return (None, None) if ctx.segments is None else (ctx.positions, ctx.segments > 0)
 
 
+def looking_back(ctx: Context) -> Context:
+    """The context of those who see no later token: to them, padding behind a row is nothing."""
+    return ctx.replace(positions=None, segments=None) if ctx.right_padded else ctx
+
+
 def reverse(ctx: Context) -> Context:
     """The context of the rows read backwards, with positions counted from each document's end."""
     if ctx.segments is None:
         return ctx
     segments = ctx.segments[:, ::-1]
     positions, _ = document_positions(segments, open_reading(segments.shape[0]))
-    return ctx.replace(positions=positions, segments=segments)
+    return ctx.replace(positions=positions, segments=segments, right_padded=False)

@@ -48,8 +48,12 @@ class EncoderDecoder(nn.Module):
         source: jax.Array | None = None,
         source_segments: jax.Array | None = None,
         train: bool = False,
+        right_padded: bool = False,
     ) -> tuple[jax.Array, State]:
-        """Logits `[B, T, V]`, or `[B, Q, V]` at the positions `at`; and the state after these tokens."""
+        """Logits `[B, T, V]`, or `[B, Q, V]` at the positions `at`; and the state after these tokens.
+
+        `right_padded`: all segments hold one document a row, and padding behind it.
+        """
         embed = Embed(self.vocab_size, self.width, self.embed_init, self.dtype, name="embed")
         encoder, decoder, head = self.encoder(name="encoder"), self.decoder(name="decoder"), self.head(name="head")
         nn.share_scope(self, head)
@@ -67,11 +71,11 @@ class EncoderDecoder(nn.Module):
             tokens, segments, at = pair.target, pair.target_segments, pair.at
         memory = None
         if source is not None:
-            memory, _ = encoder(embedded(source), source_segments, train=train)
+            memory, _ = encoder(embedded(source), source_segments, train=train, right_padded=right_padded)
             if head.norm != "none":
                 memory = norm(head.norm, self.dtype, "encoder_norm", head.norm_eps)(memory)
         past = None if state is None else state["decoder" if has_read else "unread"]
-        x, past = decoder(embedded(tokens), segments, past, memory, source_segments, train)
+        x, past = decoder(embedded(tokens), segments, past, memory, source_segments, train, right_padded)
         logits = head(x, segments, None if at is None else jnp.maximum(at, 0), embed)
         return only_asked(logits, at), None if state is None else dict(decoder=past)
 

@@ -53,6 +53,7 @@ class Input(nn.Module):
     dtype: Any = jnp.float32
 
     vocab_size: ClassVar[int] = 0  # it takes no tokens
+    pads_between: ClassVar[bool] = False  # whether padding behind the task's rows comes to stand between its vectors
 
     def row_length(self, length: int) -> int:
         """Vectors that a task's rows of `length` tokens become."""
@@ -137,6 +138,8 @@ class PairInput(TokenInput):
 
     The separator is the last of the ids. Vectors of the two sides differ by one that is learned for each.
     """
+
+    pads_between: ClassVar[bool] = True
 
     def setup(self) -> None:
         super().setup()

@@ -147,10 +147,12 @@ class Seq2Seq(nn.Module):
         source: jax.Array | None = None,
         source_segments: jax.Array | None = None,
         train: bool = False,
+        right_padded: bool = False,
     ) -> tuple[jax.Array, State]:
         """Logits `[B, T, V]` of the target, or `[B, Q, V]` at the positions `at`; and the state.
 
-        A source in the row is not predicted: asked there, the model answers NaN.
+        A source in the row is not predicted: asked there, the model answers NaN. `right_padded` changes nothing: a
+        recurrence passes padding by, wherever it stands.
         """
         if source is None and not state:
             if self.source:

@@ -32,17 +32,20 @@ class SequenceModel(nn.Module):
         memory: jax.Array | None = None,
         memory_segments: jax.Array | None = None,
         train: bool = False,
+        right_padded: bool = False,
         **beside: jax.Array,
     ) -> tuple[jax.Array, State]:
         """Logits `[B, L, V]`, or `[B, Q, V]` at the positions `at`, or `[B, C]`; and the state after these tokens.
 
-        `beside` is what the input takes besides the task's rows.
+        `right_padded`: all segments hold one document a row, and padding behind it, which costs less than padding
+        anywhere. `beside` is what the input takes besides the task's rows.
         """
         source, backbone, head = self.input(name="input"), self.backbone(name="backbone"), self.head(name="head")
         for part in (source, backbone, head):  # of one of each, parameters need no names before their own
             nn.share_scope(self, part)
         row = source(inputs, segments, **beside)
-        x, state = backbone(row.x, row.segments, state, memory, memory_segments, train)
+        behind = right_padded and not source.pads_between
+        x, state = backbone(row.x, row.segments, state, memory, memory_segments, train, behind)
         if row.front and not head.of_row:  # tokens are counted as the task does
             x, row = x[:, row.front :], row._replace(segments=segments)
         return head(x, row.segments, at, source.unembedding), state

@@ -195,6 +195,15 @@ def test_on_a_gpu_the_choice_is_what_cudnn_can_serve():
 
 
 @pytest.mark.quick
+def test_on_a_gpu_rows_of_any_length_with_padding_behind_them_are_served():
+    padded = dict(PACKED, right_padded=True)
+    assert {picked("gpu", n=4096, mask=mask, **padded, **HALF) for mask in (FULL, CAUSAL)} == {"cudnn"}
+    assert picked("gpu", dict(sequence=8), n=4096, mask=FULL, **padded, **HALF) == "cudnn"
+    assert picked("gpu", n=4096, mask=CAUSAL & window(9), **padded, **HALF) == "tiled"
+    assert {picked("gpu", n=n, mask=mask, **HALF) for n in (1, 63, 2001) for mask in (FULL, CAUSAL)} == {"cudnn"}
+
+
+@pytest.mark.quick
 def test_on_a_tpu_the_choice_is_what_splash_can_serve():
     served = [{}, dict(soft_cap=5.0), dict(mask=window(7)), dict(mask=SOME), dict(value_dim=64), HALF, PACKED]
     for head_dim in (64, 128, 256):

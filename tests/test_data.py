@@ -140,6 +140,8 @@ def test_examples_keep_the_contract(task, split):
     assert ("other" in batch) == task.pair
     assert not task.pair or batch["other"].shape == batch["other_segments"].shape == batch["inputs"].shape
     assert all(a.dtype == (np.float32 if key in reals else np.int32) for key, a in batch.items())
+    for key in {"segments", "source_segments", "other_segments"} & set(batch):
+        assert set(np.unique(batch[key])) <= {0, 1} and (np.diff(batch[key]) <= 0).all(), "padding is behind a row"
     if task.kind == "lm":
         assert batch["targets"].max() < task.vocab_size
         at = batch.get("at", batch["inputs"])

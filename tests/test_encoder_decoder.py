@@ -61,7 +61,7 @@ def made(shape: str):
     variables = nn.unbox(jax.jit(model.init)(jax.random.key(0), TARGET, source=SOURCE))
     noise = np.random.default_rng(1)
     moved = jax.tree.map(lambda x: jnp.asarray(x + 0.1 * noise.normal(size=x.shape), x.dtype), variables)
-    return model, moved, jax.jit(model.apply, static_argnames=("train",))
+    return model, moved, jax.jit(model.apply, static_argnames=("train", "right_padded"))
 
 
 @pytest.mark.few(2)
@@ -101,6 +101,8 @@ def test_padding_of_the_source_changes_nothing(shape):
     padded, _ = run(variables, TARGET, source=SOURCE, source_segments=READ)
     alone, _ = run(variables, TARGET[1:2], source=SOURCE[1:2, :4])
     np.testing.assert_allclose(padded[1:2], alone, atol=2e-5)
+    told, _ = run(variables, TARGET, source=SOURCE, source_segments=READ, right_padded=True)
+    np.testing.assert_allclose(told, padded, atol=2e-5)
     assert np.abs(run(variables, TARGET, source=SOURCE)[0][1:2] - alone).max() > 1e-3
 
 

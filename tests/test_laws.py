@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from model.contract import Context
+from model.documents import looking_back
 from model.errors import UserError
 from tests import zoo
 
@@ -137,6 +138,25 @@ def test_padding_is_skipped(case, causal):
     np.testing.assert_allclose(y[real], front_y[front], atol=2e-5)
     np.testing.assert_allclose(pull[real], front_pull[front], atol=2e-4, rtol=1e-4)
     assert (np.abs(pull[~real]) < 1e-7).all()
+
+
+@pytest.mark.few(4, each=True)
+@pytest.mark.quick
+@pytest.mark.parametrize("case, causal", IN_DIRECTION)
+def test_right_padding(case, causal):
+    """Where padding is told to be behind the rows, real tokens get what they get without being told, and pull alike."""
+    segments = np.asarray([[1] * 7 + [0] * 5, [1] * 12])
+    x = zoo.inputs(2, 12) * np.where(segments > 0, 1, 30)[..., None]
+    if (found := packed(case, causal, segments, x)) is None:
+        return
+    mixer, variables, real, pull, y = found
+    ctx = zoo.context(segments).replace(right_padded=True)
+    weight = np.where(real, np.cumsum(real, axis=1), 0)[..., None] * np.ones(zoo.WIDTH, np.float32)
+    for known in [ctx] if mixer.sees_ahead else [ctx, looking_back(ctx)]:
+        told_pull, told = zoo.pull(mixer)(x, variables, known, jnp.asarray(weight, jnp.float32))
+        np.testing.assert_allclose(told[real], y[real], atol=2e-5)
+        np.testing.assert_allclose(told_pull[real], pull[real], atol=2e-4, rtol=1e-4)
+        assert (np.abs(told_pull[~real]) < 1e-4).all()  # an FFT spreads rounding
 
 
 @pytest.mark.few(3, each=True)

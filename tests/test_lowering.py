@@ -125,6 +125,7 @@ def mask_of(some) -> Mask:
 FEATURES = {
     **dict.fromkeys(("window", "bidirectional", "pattern"), lambda n, H: {}),  # which `mask_of` brings
     "segments": lambda n, H: dict.fromkeys(("q_segments", "k_segments"), np.ones((1, n), np.int32)),
+    "padding": lambda n, H: FEATURES["segments"](n, H) | dict(right_padded=True),  # which segments then are
     "positions": lambda n, H: dict.fromkeys(("q_positions", "k_positions"), np.arange(n, dtype=np.int32)[None]),
     "bias": lambda n, H: dict(bias=Bias(np.ones(H, np.float32), slope, ("heads",))),
     "soft cap": lambda n, H: dict(soft_cap=3.0),
@@ -137,6 +138,7 @@ FUSED = ("splash", "cudnn")
 # What some fused kernel has is asked for in every combination; what none has leaves it to plain XLA, which has all.
 HAD = [name for name in FEATURES if any(name not in op.IMPLEMENTATIONS[kernel].lacks for kernel in FUSED)]
 ASKED = [some for n in range(len(HAD) + 1) for some in itertools.combinations(HAD, n)]
+ASKED = [some for some in ASKED if not {"segments", "padding"} <= set(some)]
 ASKED += [(name,) for name in FEATURES if name not in HAD] + [tuple(FEATURES)]
 
 

@@ -30,7 +30,7 @@ def init(model, tokens, **inputs):
 
 
 def run(model, variables, tokens, **inputs):
-    static = {k: inputs.pop(k) for k in ("train",) if k in inputs}
+    static = {k: inputs.pop(k) for k in ("train", "right_padded") if k in inputs}
     return jax.jit(lambda v, t, i: model.apply(v, t, **i, **static))(variables, tokens, inputs)
 
 
@@ -226,6 +226,39 @@ def test_classifier_ignores_padding(pool):
     with_padding, _ = run(model, variables, padded, segments=jnp.pad(segments, [(0, 0), (0, 4)]))
     assert alone.shape == (2, 3)
     np.testing.assert_allclose(with_padding, alone, atol=1e-5)
+
+
+RIGHT_PADDED = [
+    (dict(mixers=("attention",), causal=False, position="rope", pool="cls"), {}),
+    (dict(mixers=("attention",), causal=False, position="alibi"), {}),
+    (dict(mixers=("attention", "mamba"), mlp="experts"), {}),
+    (dict(mixers=("s4d", "lru"), causal=False), {}),
+    (dict(mixers=("gru", "b2s6"), causal=False, pool="last"), {}),
+    (dict(mixers=("attention",), causal=False, position="alibi"), dict(pair=True)),
+]
+
+
+@pytest.mark.parametrize(("settings", "asked"), RIGHT_PADDED, ids=str)
+def test_padding_told_to_be_behind_the_rows_changes_no_answer(settings, asked):
+    model = build.build(model_config(**settings), Asked(20, n_classes=3, **asked))
+    segments = jnp.asarray(np.arange(12) < np.asarray([[12], [7]]), jnp.int32)
+    given = dict(segments=segments)
+    if asked:
+        given |= dict(other=TOKENS[:, ::-1], other_segments=segments[::-1])
+    variables = init(model, TOKENS, **given)
+
+    def gradient(**told):
+        def loss(variables):
+            (logits, _), sown = model.apply(variables, TOKENS, **given, **told, train=True, mutable=["losses"])
+            return jnp.sum(jnp.sin(logits)) + sum(map(jnp.sum, jax.tree.leaves(sown)))
+
+        return jax.tree.leaves(jax.jit(jax.grad(loss))(variables))
+
+    anywhere, _ = run(model, variables, TOKENS, **given)
+    behind, _ = run(model, variables, TOKENS, **given, right_padded=True)
+    np.testing.assert_allclose(behind, anywhere, atol=1e-5)
+    for told, untold in zip(gradient(right_padded=True), gradient(), strict=True):
+        np.testing.assert_allclose(told, untold, atol=2e-5)
 
 
 @pytest.mark.quick

@@ -127,6 +127,7 @@ def test_infilling_asks_for_the_whole_text(task, batch):
     for row, source, real in zip(batch["inputs"], seen["source"], seen["source_segments"], strict=True):
         shown = source[(real > 0) & (source != mask)]
         assert len(shown) == L - 8 and np.isin(shown, row).all() and (source[real > 0] == mask).any()
+        assert (np.diff(real) <= 0).all(), "padding is behind the row"
 
 
 def reads(model, params, inputs, **arguments):

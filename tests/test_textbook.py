@@ -221,7 +221,7 @@ def test_a_window_reaches_further_with_every_layer(layers, reach):
 
 def test_a_window_costs_what_it_sees():
     n, l, m = 100_000, 256, 512
-    form = dict(scale=1.0, soft_cap=0.0, bias=None, stretches=1)
+    form = dict(scale=1.0, soft_cap=0.0, bias=None, right_padded=False, stretches=1)
     blocks = (-(-n // l), -(-n // m), l, m)
     near = CAUSAL & window(4096)
     entries = {mask: len(candidates(Form(mask=mask, **form), *blocks)) * l * m for mask in (CAUSAL, near)}

@@ -161,8 +161,8 @@ def classified_tokens(task: Task) -> bool:
 
 
 def arguments(batch: Batch) -> Batch:
-    """What of a batch a model is called with, besides its inputs."""
-    return {name: batch[name] for name in ARGUMENTS if name in batch}
+    """What of a batch a model is called with, besides its inputs. All of a task's padding is behind its rows."""
+    return {name: batch[name] for name in ARGUMENTS if name in batch} | dict(right_padded=True)
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float = 0.0) -> jax.Array:

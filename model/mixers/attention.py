@@ -205,7 +205,7 @@ def stream(mixer: Attention, position: Position, q: jax.Array, k: jax.Array, v: 
     def part(q_turn: jax.Array, k_turn: jax.Array, kept: jax.Array, **special: Any):
         """Output, log-sum-exp and, if wanted, weights of attention to some of the keys."""
         turned = position.rotate_queries(q, q_turn, span), position.rotate_keys(k, k_turn, span)
-        options = call | special | dict(k_segments=jnp.where(kept, call["k_segments"], 0))
+        options = call | special | dict(k_segments=jnp.where(kept, call["k_segments"], 0), right_padded=False)
         weights = attention_weights(*turned, v, **options) if mixer.looked_into() else None
         return *attention(*turned, v, **options, with_lse=True, implementation=mixer.implementation), weights
 
@@ -225,14 +225,16 @@ def arange(x: jax.Array) -> jax.Array:
     return jnp.arange(x.shape[1], dtype=jnp.int32)[None]
 
 
-def whole_row(ctx: Context, call: dict[str, Any]) -> dict[str, jax.Array | None]:
+def whole_row(ctx: Context, call: dict[str, Any]) -> dict[str, Any]:
     """Where queries and keys of a whole row stand.
 
     Without bias, and by a mask that asks no more, only their order counts, which is that in the row; None says so, and
-    lets fused kernels serve packed documents.
+    lets fused kernels serve packed documents. Of one document with padding behind it the order is all there is.
     """
-    at = None if call["bias"] is None and call["mask"].by_order() else ctx.positions
-    return dict(q_positions=at, k_positions=at, q_segments=ctx.segments, k_segments=ctx.segments)
+    by_order = ctx.right_padded or (call["bias"] is None and call["mask"].by_order())
+    at = None if by_order else ctx.positions
+    documents = dict(q_segments=ctx.segments, k_segments=ctx.segments, right_padded=ctx.right_padded)
+    return dict(q_positions=at, k_positions=at, **documents)
 
 
 def remember(

@@ -46,7 +46,7 @@ class CrossAttention(Mixer):
             if whose is None:
                 whose = jnp.ones(x.shape[:2], jnp.int32)
             mine = theirs if ctx.segments is not None else (theirs > 0).astype(jnp.int32)
-            call = dict(q_segments=whose, k_segments=mine)
+            call = dict(q_segments=whose, k_segments=mine, right_padded=ctx.right_padded)
         y = look(self, q, k, v, mask=FULL, scale=self.scale, **call)
         if state is not None:
             state = dict(k=k, v=v, segments=jnp.ones(k.shape[:2], jnp.int32) if theirs is None else theirs)

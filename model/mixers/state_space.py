@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model.contract import Context, Mixer, State, wide
-from model.documents import reverse
+from model.documents import looking_back, reverse
 from model.errors import UserError
 from model.layers import dense
 from model.ops.scan import IMPLEMENTATIONS as SCANS
@@ -149,6 +149,8 @@ class StateSpace(Mixer):
         skip = self.weight("D", nn.initializers.normal(1.0), (self.width,), ("inner",))
 
         u = x.astype(wide(self.dtype))
+        if ctx.segments is not None and ctx.right_padded:  # zeros leave an empty state empty, from whichever side
+            u, ctx = jnp.where(ctx.segments[..., None] > 0, u, 0), looking_back(ctx)
         y, state = self.mix(forward, u, ctx, state)
         for system in backward:
             back, _ = self.mix(system, u[:, ::-1], reverse(ctx), None)

@@ -44,6 +44,7 @@ class Experts(Mixer):
     implementation: Literal[*LAYOUTS] | None = None  # of the product of each expert with its tokens; None picks
 
     last: ClassVar[str] = "down"
+    counts_tokens: ClassVar[bool] = True
 
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:

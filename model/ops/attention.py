@@ -27,7 +27,8 @@ FEATURES = {
     "window": "a window on the distance",
     "bidirectional": "no causal mask",
     "pattern": "a mask that is no band of distances (a prefix)",
-    "segments": "packed documents or padding",
+    "segments": "packed documents, or padding between tokens",
+    "padding": "padding behind the tokens of a row",
     "positions": "positions other than 0, 1, 2, ... (a cache)",
     "stretch": "a device's own stretch of the queries",
     "bias": "a position bias",
@@ -74,7 +75,7 @@ IMPLEMENTATIONS = {
         run=splash,
         summary="the TPU's fused kernel",
         lacks=frozenset(FEATURES)
-        - {"window", "bidirectional", "pattern", "segments", "stretch", "soft cap", "value dim"},
+        - {"window", "bidirectional", "pattern", "segments", "padding", "stretch", "soft cap", "value dim"},
         lacks_together=(frozenset({"pattern", "stretch"}),),
         chips=(Chip("tpu", head_dim=256),),
         dtypes=("bfloat16", "float32"),
@@ -84,12 +85,11 @@ IMPLEMENTATIONS = {
     "cudnn": Implementation(
         run=cudnn,
         summary="the GPU's fused kernel",
-        lacks=frozenset(FEATURES) - {"window", "bidirectional"},
-        lacks_together=(frozenset({"window", "bidirectional"}),),
+        lacks=frozenset(FEATURES) - {"window", "bidirectional", "padding"},
+        lacks_together=(frozenset({"window", "bidirectional"}), frozenset({"window", "padding"})),
         chips=(Chip("gpu", capability=(8, 0), head_dim=128), Chip("gpu", capability=(9, 0), head_dim=256)),
         dtypes=("bfloat16", "float16"),
         head_dims=8,
-        lengths=2,
     ),
     "xla": Implementation(run=xla, summary="all scores at once; memory grows with L M"),
     "tiled": Implementation(run=tiled, summary="a tile of scores at a time, in plain XLA; memory grows with L"),
@@ -145,13 +145,15 @@ def prepare(
     bias: Bias | None = None,
     sinks: jax.Array | None = None,
     additive: jax.Array | None = None,
+    right_padded: bool = False,
 ) -> tuple[Form, Operands]:
     """A call in the shape the implementations take.
 
     Positions and segments are `[B or 1, L]` and `[B or 1, M]`; no positions at all means 0, 1, 2, ... By them, `mask`
     says who sees whom in a document. `scale` is 1/sqrt(K) unless given, and 1 for additive scores. `soft_cap` c turns
     a score s into c tanh(s/c); then `bias` is added. `sinks` `[H]` are logits that take part in the softmax and have no
-    value; `additive` `[H, K]` are the weights of Bahdanau's score.
+    value; `additive` `[H, K]` are the weights of Bahdanau's score. `right_padded`: segments are of one document a row,
+    with padding behind it; what padding then gets means nothing.
     """
     (B, L, H, K), G = q.shape, k.shape[2]
     if H % G:
@@ -167,6 +169,7 @@ def prepare(
         scale=float(scale),
         soft_cap=float(soft_cap),
         bias=None if bias is None else bias.fn,
+        right_padded=right_padded,
         stretches=1 if contiguous else 0,
     )
     operands = Operands(
@@ -192,7 +195,8 @@ def features(form: Form, o: Operands, with_lse: bool) -> set[str]:
         "window": back is not None or bool(ahead),
         "bidirectional": ahead != 0,
         "pattern": band is None,
-        "segments": o.k_segments is not None,
+        "segments": o.k_segments is not None and not form.right_padded,
+        "padding": o.k_segments is not None and form.right_padded,
         "positions": form.stretches == 0,
         "stretch": form.stretches > 1 and form.mask != FULL,
         "bias": form.bias is not None,

@@ -32,31 +32,41 @@ def deterministic(wanted: bool) -> Iterator[None]:
         _DETERMINISTIC.reset(token)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def flash_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, scale: float, causal: bool, window: int = 0
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array | None, scale: float, causal: bool, window: int = 0
 ) -> tuple[jax.Array, jax.Array]:
     """Outputs `[B, L, H, K]` and log-sum-exps `[B, L, H]`; q: [B, L, H, K]; k, v: [B, M, G, K]; a narrow dtype.
 
-    `window` is for causal attention: a query sees itself and the `window - 1` keys before; 0: all. No gradient runs
-    through the log-sum-exps.
+    Only the first `lengths` `[B]` keys of each row, at least one, are seen; None: all. `window` is for causal
+    attention: a query sees itself and the `window - 1` keys before; 0: all. No gradient runs through the log-sum-exps.
     """
-    return flash_forward(q, k, v, scale, causal, window)[0]
+    return flash_forward(q, k, v, lengths, scale, causal, window)[0]
 
 
-def flash_forward(q, k, v, scale, causal, window):
+def flash_forward(q, k, v, lengths, scale, causal, window):
     (B, L, H, _), V = q.shape, v.shape[-1]
-    config = describe(q, k, scale, causal, window, backward=False)
+    config = describe(q, k, lengths is not None, scale, causal, window, backward=False)
     results = [heads_first(B, L, H, V, q.dtype), jax.ShapeDtypeStruct((B, H, L), jnp.float32)]
-    out, lse = call("__cudnn$fmhaSoftmax", config, results, q, k, v)
-    return (out, jnp.swapaxes(lse, 1, 2)), (q, k, v, lse, out)
+    out, lse = call("__cudnn$fmhaSoftmax", config, results, q, k, v, *ends(q, lengths))
+    return (out, jnp.swapaxes(lse, 1, 2)), (q, k, v, lengths, lse, out)
 
 
 def flash_backward(scale, causal, window, saved, g):
-    q, k, v, lse, out = saved
-    config = describe(q, k, scale, causal, window, backward=True)
+    q, k, v, lengths, lse, out = saved
+    config = describe(q, k, lengths is not None, scale, causal, window, backward=True)
     results = [heads_first(*x.shape, x.dtype) for x in (q, k, v)]
-    return tuple(call("__cudnn$fmhaSoftmaxBackward", config, results, q, k, v, lse, g[0], out))
+    operands = (q, k, v, lse, g[0], out, *ends(q, lengths))
+    dq, dk, dv = call("__cudnn$fmhaSoftmaxBackward", config, results, *operands)
+    if lengths is not None:  # what is behind them is not seen, and need not have been written
+        seen = (jnp.arange(k.shape[1]) < lengths[:, None])[..., None, None]
+        dk, dv = jnp.where(seen, dk, 0), jnp.where(seen, dv, 0)
+    return dq, dk, dv, None
+
+
+def ends(q: jax.Array, lengths: jax.Array | None) -> tuple[jax.Array, ...]:
+    """Where queries and keys of each row end, `[B]` each; nothing where that is not asked. All queries count."""
+    return () if lengths is None else (jnp.full(q.shape[:1], q.shape[1], jnp.int32), lengths)
 
 
 flash_attention.defvjp(flash_forward, flash_backward)
@@ -91,7 +101,15 @@ BACKWARD = {
 }
 
 
-def describe(q: jax.Array, k: jax.Array, scale: float, causal: bool, window: int, backward: bool) -> str:
+MASKS = {  # by whether rows are padded, and whether they are causal
+    (False, False): "NO_MASK",
+    (False, True): "CAUSAL",
+    (True, False): "PADDING",
+    (True, True): "PADDING_CAUSAL",
+}
+
+
+def describe(q: jax.Array, k: jax.Array, padded: bool, scale: float, causal: bool, window: int, backward: bool) -> str:
     """The call's settings as XLA's `CudnnfMHABackendConfig` in JSON, where whole numbers of 64 bits are texts."""
     (B, L, H, _), M = q.shape, k.shape[1]
     products = {
@@ -120,7 +138,7 @@ def describe(q: jax.Array, k: jax.Array, scale: float, causal: bool, window: int
         "fmha_scale": scale,
         "intermediate_tensor_shape": scores,
         "is_flash_attention": True,
-        "mask_type": "CAUSAL" if causal else "NO_MASK",
+        "mask_type": MASKS[padded, causal],
         "dropout_rate": 0.0,
         "seed": 42,
         "sliding_window_length": window,

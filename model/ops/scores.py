@@ -37,6 +37,7 @@ class Form:
     scale: float
     soft_cap: float  # scores are kept within this by a tanh; 0: they are not
     bias: Callable | None
+    right_padded: bool  # segments, where there are any, are of one document a row with padding behind it
     stretches: int  # both positions are 0, 1, 2, ...; above 1: queries are one of so many stretches. 0: they are not
 
 

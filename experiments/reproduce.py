@@ -1,6 +1,7 @@
 """Runs a named table and prints it: mean and spread over seeds, and published numbers beside them.
 
     python -m experiments.reproduce quickstart [--scale=smoke] [--jobs=2] [--out=runs/quickstart]
+    python -m experiments.reproduce lra --only='task=image;arch=s4d,s5'
 
 Call it again to take up where it stopped. A table takes along those that are part of it, unless --out names one folder:
 `positions` also fills `positions_text`. `python -m experiments.list` names the tables. `--config.KEY=VALUE`
@@ -14,7 +15,7 @@ from typing import Literal
 
 from absl import flags
 
-from experiments.running import campaign, folders
+from experiments.running import campaign, expand, folders
 from experiments.running.runs import read_value
 from experiments.tables import rows, sources
 from experiments.tables.definitions import TABLES
@@ -32,6 +33,7 @@ OUT = cli.flag(
     "out", Name, None, "Folder of TABLE alone; default runs/TABLE, or runs/TABLE-SCALE at another than its first scale."
 )
 
+ONLY = cli.flag("only", str, None, "LABEL=VALUE,VALUE;LABEL=VALUE: a part of the table, by what its runs are called.")
 MIXED = flags.DEFINE_bool("mixed", False, "Allow runs of several revisions of the code, or makes of the data.")
 
 
@@ -55,7 +57,8 @@ def main(argv: list[str]) -> int:
 def reproduce(table: Table, scale: str, out: Path) -> int:
     """Fills one table, prints it and writes its files; the exit code."""
     changed = {key: read_value(text) for key, text in cli.overrides()}
-    runs = [replace(run, overrides={**run.overrides, **changed}) for run in table.runs(scale)]
+    asked = table.runs(scale) if ONLY.value is None else expand.pick(table.runs(scale), ONLY.value)
+    runs = [replace(run, overrides={**run.overrides, **changed}) for run in asked]
     planned = campaign.plan(runs, out)
     for repeat in campaign.repeats(runs, planned):
         raise UserError(f"table {table.name} asks for one config twice, the second time as {repeat}")
@@ -67,7 +70,8 @@ def reproduce(table: Table, scale: str, out: Path) -> int:
         return campaign.exit_code(tally)
     filled = [row for row in rows.read_rows(out / "rows.jsonl") if row["run"] in planned]
     shown = layout(table, scale)
-    title = ", ".join([shown.title, *(f"{key}={value}" for key, value in changed.items())])
+    part = [f"only {ONLY.value}"] if ONLY.value is not None else []
+    title = ", ".join([shown.title, *part, *(f"{key}={value}" for key, value in changed.items())])
     made = sheet(filled, replace(shown, title=title))
     if not MIXED.value:
         sources.refuse_mixture(made.mixed)

@@ -11,7 +11,7 @@ import pytest
 
 from experiments.measurements import startup
 from experiments.running import campaign, folders
-from experiments.running.expand import expand, split
+from experiments.running.expand import expand, pick, split
 from experiments.running.runs import RunSpec, names, read_value, short_keys, with_argument
 from experiments.tables import formats, rows
 from experiments.tables.definitions import TABLES
@@ -98,6 +98,26 @@ def test_values_are_read_and_tuples_stay_whole():
 def test_bad_notation_is_refused(options, told):
     with pytest.raises(UserError, match=re.escape(told)):
         expand(DEBUG, **options)
+
+
+@pytest.mark.quick
+def test_a_part_of_a_table_is_picked_by_labels():
+    runs = TABLES["lra"].runs("small")
+    some = pick(runs, "task=image,text;arch=s4d;lr=4e-3;seed=1")
+    assert [run.coordinates for run in some] == [
+        dict(arch="s4d", task=task, lr=0.004, seed=1) for task in ("text", "image")
+    ]
+    assert set(names(some)) < set(names(runs))  # whose folders serve the whole table later
+    for text, told in {
+        "task=imag": "'imag'.*closest: image",
+        "tsk=image": "'tsk'.*closest: task",
+        "task": "cannot read 'task'",
+        "task=image;task=text": "task is given twice",
+    }.items():
+        with pytest.raises(UserError, match=told):
+            pick(runs, text)
+    tuned = pick(TABLES["extension"].runs("small"), "tuned=yes;scaling=yarn;seed=0")
+    assert sorted(run.labels["tuned"] for run in tuned) == ["no", "yes"], "a run brings along what it begins with"
 
 
 @pytest.mark.quick

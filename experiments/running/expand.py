@@ -4,15 +4,16 @@
     zip    optim.lr=1e-3,3e-3;model.width=64,32            first with first, second with second
     list   optim.lr=1e-3,model.width=64;optim.lr=3e-3      each setting as written
 
-A key is a dotted config key, or with a colon before it an argument of the config file: `:arch=mamba,s4d`.
+A key is a dotted config key, or with a colon before it an argument of the config file: `:arch=mamba,s4d`. Of the runs
+of a table, `arch=mamba,s4d;task=image` picks those whose labels have one of these values each.
 """
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
-from experiments.running.runs import RunSpec, Value, read_value, with_argument
-from model.errors import UserError
+from experiments.running.runs import RunSpec, Value, names, read_value, with_argument
+from model.errors import UserError, choose
 
 Setting = dict[str, Value]
 
@@ -60,6 +61,20 @@ def read_list(text: str) -> list[Setting]:
     for pairs in settings:
         _refuse_repeats([[pair] for pair in pairs])
     return [_merge(pairs) for pairs in settings]
+
+
+def pick(runs: Sequence[RunSpec], text: str) -> list[RunSpec]:
+    """Of these runs those with the labels or seeds that the text asks for, and those that they begin with."""
+    kept = list(runs)
+    for key, values in _axes("only", text):
+        there = {str(run.coordinates[key]): run.coordinates[key] for run in runs if key in run.coordinates}
+        choose("label", key, {name: None for run in runs for name in run.coordinates})
+        wanted = [choose(key, str(value), there) for value in values]
+        kept = [run for run in kept if key in run.coordinates and run.coordinates[key] in wanted]
+    if not kept:
+        raise UserError(f"--only={text} leaves no run; each value is there, but no run has all of them")
+    begun = {run.source_name for run in kept}
+    return [run for run, name in zip(runs, names(runs), strict=True) if run in kept or name in begun]
 
 
 def split(text: str, separator: str) -> list[str]:

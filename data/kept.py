@@ -6,11 +6,17 @@ Threads may share both stores: one makes training batches while another evaluate
 import math
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from data.task import Example
+
+Key = TypeVar("Key", bound=Hashable)
+Make = Callable[
+    [Sequence[Key]], Iterator[tuple[Key, Example]]
+]  # makes blocks, and gives each with its key, in any order
 
 
 class Blocks:
@@ -21,20 +27,27 @@ class Blocks:
         self._blocks: OrderedDict[Hashable, Example] = OrderedDict()
         self._lock = threading.Lock()
 
-    def get(self, key: Hashable, make: Callable[[], Example]) -> Example:
-        """The block of that key, made if it is not there; not to be written to."""
+    def get(self, keys: Sequence[Key], make: Make[Key]) -> dict[Key, Example]:
+        """The blocks of these keys, made if they are not there; not to be written to."""
         with self._lock:
-            if key in self._blocks:
+            found = {key: self._blocks[key] for key in keys if key in self._blocks}
+            for key in found:
                 self._blocks.move_to_end(key)
-                return self._blocks[key]
-        made = make()  # outside the lock: a block that another thread has in hand is no reason to wait
+        missing = [key for key in dict.fromkeys(keys) if key not in found]
+        for key, made in make(
+            missing
+        ):  # outside the lock: blocks that another thread has in hand are no reason to wait
+            found[key] = made
+            self._keep(key, made)
+        return found
+
+    def _keep(self, key: Hashable, made: Example) -> None:
         with self._lock:
             if key not in self._blocks:
                 self._blocks[key] = made
                 self.bytes += weight(made)
             while self.bytes > self.room and len(self._blocks) > 1:
                 self.bytes -= weight(self._blocks.popitem(last=False)[1])
-        return made
 
 
 def weight(block: Example) -> int:
@@ -55,15 +68,18 @@ class FixedSets:
         return sum(kept.bytes for kept in self._sets.values())
 
     def rows(
-        self, key: Hashable, size: int, block: int, make: Callable[[int], Example], places: np.ndarray
+        self, key: Hashable, size: int, block: int, make: Make[int], places: np.ndarray, hands: int = 1
     ) -> Example | None:
-        """Examples `places` [B] of a set of `size`, of which `make(first)` makes a block; None: it does not fit."""
+        """Examples `places` [B] of a set of `size`; None: it does not fit.
+
+        `make` gives the blocks that begin at some places, `hands` of them at a time.
+        """
         with self._lock:
             if key not in self._sets:
                 self._sets[key] = FixedSet(size, block, self.room)
             self._sets.move_to_end(key)
             kept = self._sets[key]
-        found = kept.rows(make, places)
+        found = kept.rows(make, places, hands)
         with self._lock:
             while self.bytes > self.room:
                 self._sets.popitem(last=False)
@@ -82,15 +98,25 @@ class FixedSet:
         self._dtypes: dict[str, np.dtype] = {}
         self._lock = threading.Lock()
 
-    def rows(self, make: Callable[[int], Example], places: np.ndarray) -> Example | None:
+    def rows(self, make: Make[int], places: np.ndarray, hands: int = 1) -> Example | None:
         with self._lock:
-            for number in np.unique(places // self.block):
-                if self._fits and not self._made[number]:
-                    self._write(int(number) * self.block, make(int(number) * self.block))
-                    self._made[number] = True
+            missing = self._missing(np.unique(places // self.block), hands) if self._fits else []
+            for first, made in make([int(number) * self.block for number in missing]):
+                self._write(first, made)
+                if not self._fits:
+                    break
+                self._made[first // self.block] = True
             if not self._fits:
                 return None
             return {key: column[places].astype(self._dtypes[key]) for key, column in self._columns.items()}
+
+    def _missing(self, wanted: np.ndarray, hands: int) -> np.ndarray:
+        """The blocks to make: those wanted, and for hands that would be idle those that follow."""
+        missing = wanted[~self._made[wanted]]
+        if not 0 < missing.size < hands:
+            return missing
+        after = missing[-1] + 1
+        return np.append(missing, after + np.flatnonzero(~self._made[after:])[: hands - missing.size])
 
     def _write(self, first: int, made: Example) -> None:
         size = self.blocks * self.block

@@ -134,6 +134,10 @@ class ListOps(Task):
     def vocab_size(self) -> int:
         return len(TOKENS) + (self.protocol == "s4")
 
+    @property
+    def costly(self) -> bool:
+        return self.source == "law"
+
     def check(self) -> None:
         if self.source == "released":
             self.check_released()

@@ -86,6 +86,10 @@ class Pathfinder(Stored):
         return self.source == "released"
 
     @property
+    def costly(self) -> bool:
+        return not self.on_disk
+
+    @property
     def set_name(self) -> str:
         return f"lra_pathfinder{self.side}"
 

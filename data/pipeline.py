@@ -5,7 +5,7 @@ mesh, and after any restart.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -15,12 +15,14 @@ from data.kept import Blocks, FixedSets
 from data.rng import Stream
 from data.stored import Stored
 from data.task import Example, Task
+from data.workers import Block, Workers
 from model.errors import UserError
 
 MiB = 1 << 20
 FIXED = FixedSets(512 * MiB)  # finite splits; the training set of Long Range Arena's ListOps takes 370
 ASKED = Blocks(128 * MiB)  # what each evaluation asks again of an endless split
 PASSING = Blocks(32 * MiB)  # of what is not seen again, the last blocks: neighbours come from one
+WORKERS = Workers()
 
 
 @dataclass(frozen=True)
@@ -90,28 +92,35 @@ def fixed(task: Task, seed: int, split: str, place: np.ndarray) -> Example:
     if isinstance(task, Stored) and task.on_disk:
         return task.rows(split, place)
 
-    def make(first: int) -> Example:
-        return task.packed(task.examples(split, first, Stream(seed, split).at(first)))
+    def make(firsts: Sequence[int]) -> Iterator[tuple[int, Example]]:
+        for block, made in make_blocks([Block(task, seed, split, 0, first, first) for first in firsts]):
+            yield block.place, task.packed(made)
 
-    found = FIXED.rows((task, seed, split), task.size(split), task.block, make, place)
+    hands = WORKERS.hands if task.costly else 1
+    found = FIXED.rows((task, seed, split), task.size(split), task.block, make, place, hands)
     return gather(task, seed, split, 0, place, place) if found is None else task.unpacked(found)
 
 
 def gather(task: Task, seed: int, split: str, order: int, index: np.ndarray, place: np.ndarray) -> Example:
     """Examples `index` [B], with the random numbers of `place` [B], sliced out of the blocks they are made in."""
-
-    def make(index: int, place: int) -> Example:
-        return task.examples(split, index, Stream(seed, split, order).at(place))
-
-    kept = PASSING if split == "train" else ASKED
     row = place % task.block
     cuts = np.flatnonzero((np.diff(place) != 1) | (np.diff(index) != 1) | (row[1:] == 0)) + 1
-    parts = []
-    for i, j in zip([0, *cuts], [*cuts, len(place)], strict=True):
-        first = int(index[i] - row[i]), int(place[i] - row[i])
-        made = kept.get((task, seed, split, order, *first), functools.partial(make, *first))
-        parts.append({key: array[row[i] : row[i] + j - i] for key, array in made.items()})
-    return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
+    slices = list(zip([0, *cuts], [*cuts, len(place)], strict=True))
+    blocks = [Block(task, seed, split, order, int(index[i] - row[i]), int(place[i] - row[i])) for i, _ in slices]
+    made = (PASSING if split == "train" else ASKED).get(blocks, make_blocks)
+    return {
+        key: np.concatenate(
+            [made[block][key][row[i] : row[i] + j - i] for block, (i, j) in zip(blocks, slices, strict=True)]
+        )
+        for key in made[blocks[0]]
+    }
+
+
+def make_blocks(blocks: Sequence[Block]) -> Iterator[tuple[Block, Example]]:
+    """Each of these blocks, all of one task."""
+    if blocks and blocks[0].task.costly:
+        return WORKERS.make(blocks)
+    return ((block, block.make()) for block in blocks)
 
 
 def eval_batches(task: Task, seed: int, split: str, batch_size: int, n_batches: int = 0) -> Iterator[Batch]:

@@ -45,6 +45,7 @@ class Task:
     running_text: ClassVar[bool] = False  # whether rows are text of which other targets can be made
     whole_answers: ClassVar[bool] = False  # whether an answer that is right in all places counts besides
     block: ClassVar[int] = 1  # examples made together from one random stream, where that is faster
+    costly: ClassVar[bool] = False  # whether one core may make them slower than a model reads them
     pair: ClassVar[bool] = False  # whether an example is of two rows
     by_epoch: ClassVar[bool] = False  # whether a finite training set changes from epoch to epoch
 

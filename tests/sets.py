@@ -1,5 +1,6 @@
 """Published sets in small: files as the releases have them, and prepared sets for the tasks that read them."""
 
+import dataclasses
 import gzip
 import io
 import struct
@@ -9,9 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
-from data.prepared import writing
+from data.prepare import prepare
+from data.prepared import open_set, writing
+from data.sets import SETS
+from data.sets.release import Release
+from model.errors import UserError
 from tests.stores import stores
 
 RNG = np.random.default_rng(7)
@@ -145,3 +151,26 @@ def ready(root: Path, name: str, **arrays: np.ndarray) -> None:
     with writing(root, name) as writer:
         for key, array in arrays.items():
             writer.append(key, array)
+
+
+def npy_of(thing: object) -> bytes:
+    """A NumPy file that holds a pickle."""
+    file = io.BytesIO()
+    np.save(file, np.array([thing], object), allow_pickle=True)
+    return file.getvalue()
+
+
+def small(name: str) -> Release:
+    """A release of which nothing is known but its format."""
+    return dataclasses.replace(SETS[name], sha256={}, rows={})
+
+
+def refused(release: Release, root: Path) -> str:
+    """The one line by which it is, after which nothing is left that a later run would trust."""
+    with pytest.raises(UserError) as error:
+        prepare(release, root)
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match=f"python -m data.prepare {release.name} --root={root}"):
+        open_set(str(root), release.name)
+    assert not [path for path in root.glob("prepared/*") if path.suffix != ".lock"]
+    return str(error.value)

@@ -30,6 +30,11 @@ def bits(batch: dict[str, np.ndarray]) -> dict[str, tuple]:
     return {key: (array.dtype, array.shape, array.tobytes()) for key, array in batch.items()}
 
 
+def each(make):
+    """Makes blocks one after another."""
+    return lambda keys: ((key, make(key)) for key in keys)
+
+
 def test_an_endless_stream_takes_no_more_memory_the_longer_it_runs():
     task = build("induction", {"length": 4096})
     tracemalloc.start()
@@ -81,30 +86,51 @@ def test_what_every_evaluation_asks_of_an_endless_split_is_made_once(monkeypatch
 
 
 def test_blocks_make_room_for_each_other():
-    kept = Blocks(4000)
+    kept, made, empty = Blocks(4000), each(lambda key: {"x": np.zeros(1000, np.uint8)}), each(lambda key: {})
     for key in [0, 1, 0, 2, 3]:
-        kept.get(key, lambda: {"x": np.zeros(1000, np.uint8)})
+        kept.get([key], made)
     assert kept.bytes <= 4000
-    assert [kept.get(key, dict) == {} for key in (0, 3, 1)] == [False, False, True], "the one used longest ago is gone"
+    gone = [kept.get([key], empty)[key] == {} for key in (0, 3, 1)]
+    assert gone == [False, False, True], "the one used longest ago is gone"
     large = Blocks(10)
-    assert large.get("x", lambda: {"x": np.zeros(1000)}) is large.get("x", dict), "a block serves its neighbours"
+    assert large.get("x", made)["x"] is large.get("x", empty)["x"], "a block serves its neighbours"
+    assert large.get("yxy", made).keys() == {"x", "y"}, "more than there is room for, for whoever asks"
+
+
+def test_idle_hands_make_what_follows():
+    kept, made = FixedSets(1 << 20), []
+
+    def make(firsts):
+        made.append([first // 4 for first in firsts])
+        return ((first, {"x": np.arange(first, first + 4)}) for first in reversed(firsts))
+
+    def ask(*places, hands):
+        rows = kept.rows("set", 40, 4, make, np.array(places), hands)
+        assert rows["x"].tolist() == list(places)
+        return made.pop()
+
+    assert ask(9, 10, hands=1) == [2]
+    assert ask(1, hands=3) == [0, 1, 3]
+    assert ask(6, 13, hands=3) == []
+    assert ask(20, 3, 30, 36, hands=3) == [5, 7, 9]
+    assert ask(33, hands=3) == [8], "there is none after it"
 
 
 def test_sets_make_room_for_each_other():
     kept, places = FixedSets(250), np.arange(100)
     for key in (1, 2, 3):
-        rows = kept.rows(key, 100, 1, lambda i, key=key: {"x": np.full((1,), key)}, places)
+        rows = kept.rows(key, 100, 1, each(lambda i, key=key: {"x": np.full((1,), key)}), places)
         assert (rows["x"] == key).all() and kept.bytes <= 250
     made = []
     for key in (3, 2, 1):
-        kept.rows(key, 100, 1, lambda i: made.append(i) or {"x": np.zeros((1,), int)}, places[:1])
+        kept.rows(key, 100, 1, each(lambda i: made.append(i) or {"x": np.zeros((1,), int)}), places[:1])
     assert len(made) == 1, "of the first"
 
 
 def test_a_set_grows_wider_than_its_first_examples():
     kept, places = FixedSets(4096), np.arange(4)
     values = [1, 200, 40_000, -5]
-    rows = kept.rows("x", 4, 1, lambda i: {"x": np.array([values[i]], np.int32)}, places)
+    rows = kept.rows("x", 4, 1, each(lambda i: {"x": np.array([values[i]], np.int32)}), places)
     assert rows["x"].tolist() == values and rows["x"].dtype == np.int32
 
 

@@ -26,8 +26,8 @@ from data.rng import Stream
 from data.snakes import Canvas, Drawn, blank, draw, follow
 from model.errors import UserError
 from tests import sets
+from tests.sets import small
 from tests.test_data import examples, same
-from tests.test_prepare import small
 
 TABLES = [(side, margin) for side, law in LAWS.items() for margin in law.margins]
 RULE = [(32, 1, 14), (128, 2, 6)]  # side, margin, paddles of a long snake

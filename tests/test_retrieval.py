@@ -11,9 +11,9 @@ from data.sets import wiki_links
 from data.sets.wiki_links import articles, plain, strangers, title, unlinked
 from model.errors import UserError
 from tests import sets
+from tests.sets import refused, small
 from tests.stores import articles as small_articles
 from tests.test_data import examples
-from tests.test_prepare import refused, small
 
 pytestmark = pytest.mark.quick
 

@@ -29,6 +29,9 @@ def run(main: Callable[[Sequence[str]], int | None], rewrite: Callable[[Sequence
         hint = "lower batch_size, recompute by model.remat=True or share out by mesh.fsdp"
         print(f"error: {reason}; {hint}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -63,5 +66,5 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     except flags.UnrecognizedFlagError as error:
         near = closest(error.flagname, flags.FLAGS).replace("closest: ", "closest: --")
         raise UserError(f"unknown flag --{error.flagname}{near}") from None
-    except flags.Error as error:
+    except (flags.Error, ValueError) as error:  # absl's own flags raise either
         raise UserError(" ".join(str(error).split())) from None

@@ -61,6 +61,10 @@ def rules_of(config: Mapping[str, Any]) -> Rules:
         for axis in axes:
             if axis not in AXES:
                 raise UserError(f"mesh rule for {name!r} names axis {axis!r}; the mesh has {', '.join(AXES)}")
+        if len(set(axes)) < len(axes):
+            raise UserError(f"mesh rule for {name!r} names an axis twice: {', '.join(axes)}")
+        if [other for other, _ in rules].count(name) > 1:
+            raise UserError(f"mesh.rules has two rules for {name!r}; give all its axes in one")
     return rules
 
 

@@ -8,6 +8,7 @@ A key is a dotted config key, or with a colon before it an argument of the confi
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -15,6 +16,8 @@ from experiments.running.runs import RunSpec, Value, read_value, with_argument
 from model.errors import UserError
 
 Setting = dict[str, Value]
+
+MOST = 100_000  # runs of a sweep
 
 
 def expand(
@@ -34,7 +37,11 @@ def expand(
     factors = [factor for text in grids for factor in read_grid(text)]
     factors += [read_zip(text) for text in zips] + [read_list(text) for text in lists]
     _refuse_repeats([[dict(common)], *factors])
-    if not any("seed" in setting for factor in [[common], *factors] for setting in factor):
+    by_hand = any("seed" in setting for factor in [[common], *factors] for setting in factor)
+    count = math.prod(map(len, factors)) * (1 if by_hand else seeds)
+    if count > MOST:
+        raise UserError(f"this sweep has {count:,} runs; allowed: up to {MOST:,}")
+    if not by_hand:
         factors.append([{"seed": seed} for seed in range(seeds)])
     elif seeds > 1:
         raise UserError(f"seed is set by hand and by --seeds={seeds}; use one of the two")

@@ -5,11 +5,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-import jax
 from absl import app, flags, logging
 
 from model import settings
-from model.errors import UserError, closest, out_of_memory
+from model.errors import UserError, closest, no_device, out_of_memory
 
 
 def run(main: Callable[[Sequence[str]], int | None], rewrite: Callable[[Sequence[str]], list[str]] = list) -> None:
@@ -22,7 +21,9 @@ def run(main: Callable[[Sequence[str]], int | None], rewrite: Callable[[Sequence
         app.run(main, flags_parser=lambda argv: parse_flags(rewrite(argv)))
     except UserError as error:
         refuse(str(error))
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:
+        if lacking := no_device(error):
+            refuse(lacking)
         reason = out_of_memory(error)
         if reason is None:
             raise

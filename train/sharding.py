@@ -68,6 +68,26 @@ def rules_of(config: Mapping[str, Any]) -> Rules:
     return rules
 
 
+# Logical axes of one array: a mesh axis can share out one of the two.
+TOGETHER = (
+    *(("batch", other) for other in ("length", "heads", "inner")),
+    *(("length", other) for other in ("heads", "inner")),
+    ("experts", "mlp"),
+)
+
+
+def check_rules(mesh: Mesh, rules: Rules) -> None:
+    """Refuses rules by which an array would be split twice over the same devices."""
+    given = dict(rules)
+    for one, other in TOGETHER:
+        shared = [axis for axis in given.get(one, ()) if axis in given.get(other, ()) and mesh.shape[axis] > 1]
+        if shared:
+            raise UserError(
+                f"mesh.rules give mesh.{shared[0]} to {one!r} and to {other!r}, which are axes of the same arrays; "
+                f"give it to one of them"
+            )
+
+
 @contextlib.contextmanager
 def in_force(mesh: Mesh, rules: Rules) -> Iterator[None]:
     """The mesh and the axis rules that whatever asks `model.placement` will find."""

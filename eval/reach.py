@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import jax
 import numpy as np
 from rich import box
 from rich.console import Console
@@ -13,7 +12,7 @@ from eval.continuation import check_tokens
 from eval.report import provenance, write
 from eval.restore import Restored
 from model.errors import UserError
-from train.evaluate import mean
+from train.evaluate import fetch, mean
 from train.reach import last_place, sensitivity
 from train.run import on_mesh
 from train.sharding import put_batch
@@ -45,7 +44,7 @@ def measure(restored: Restored, split: str) -> list[dict[str, Any]]:
     for batch in pipeline.eval_batches(run.task, c.data.seed, split, c.batch_size, c.eval_batches):
         rows = put_batch(batch, run.batch_sharding)
         for name in params:
-            norms, last = jax.device_get(step(params[name], rows))
+            norms, last = fetch(step(params[name], rows))
             distance = last[:, None] - np.arange(norms.shape[1])
             seen = distance >= 0
             number = np.where(distance > 0, bins.number(np.maximum(distance, 1)) + 1, 0)[seen]

@@ -5,11 +5,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-import jax
 from absl import app, flags, logging
 
 from model import settings
-from model.errors import UserError, closest, out_of_memory
+from model.errors import UserError, closest, no_device, out_of_memory
 
 
 def run(main: Callable[[Sequence[str]], int | None], rewrite: Callable[[Sequence[str]], list[str]] = list) -> None:
@@ -22,13 +21,18 @@ def run(main: Callable[[Sequence[str]], int | None], rewrite: Callable[[Sequence
         app.run(main, flags_parser=lambda argv: parse_flags(rewrite(argv)))
     except UserError as error:
         refuse(str(error))
-    except (MemoryError, jax.errors.JaxRuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:
+        if lacking := no_device(error):
+            refuse(lacking)
         reason = out_of_memory(error)
         if reason is None:
             raise
         hint = "lower batch_size, recompute by model.remat=True or share out by mesh.fsdp"
         print(f"error: {reason}; {hint}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
@@ -63,5 +67,5 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     except flags.UnrecognizedFlagError as error:
         near = closest(error.flagname, flags.FLAGS).replace("closest: ", "closest: --")
         raise UserError(f"unknown flag --{error.flagname}{near}") from None
-    except flags.Error as error:
+    except (flags.Error, ValueError) as error:  # absl's own flags raise either
         raise UserError(" ".join(str(error).split())) from None

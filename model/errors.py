@@ -21,6 +21,13 @@ def out_of_memory(error: BaseException) -> str | None:
     return None
 
 
+def no_device(error: BaseException) -> str | None:
+    """In one line which devices could not be had; None for any other error."""
+    if isinstance(error, RuntimeError) and "Unable to initialize backend" in str(error):
+        return " ".join(str(error).split())
+    return None
+
+
 Name = str | int
 
 

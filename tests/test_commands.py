@@ -1,9 +1,11 @@
 """What a user types: every mistake ends in one line and exit code 2; every command in the README runs."""
 
 import re
+import sys
 
 import pytest
 
+from model.command import run as run_main
 from tests.processes import ROOT, fork, run
 
 CONFIG = "--config=configs/debug.py"
@@ -89,6 +91,28 @@ def test_mistakes_on_the_command_line(words, answer):
     command = fork(*words)
     assert command.wait() == 2 and re.search(answer, command.stderr), command.stderr
     assert "Traceback" not in command.stderr, command.stderr
+
+
+LACKING = RuntimeError("Unable to initialize backend 'cuda': no GPU\n(set JAX_PLATFORMS='')")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "error, code, told",
+    [
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (LACKING, 2, "error: Unable to initialize backend 'cuda': no GPU (set JAX_PLATFORMS='')\n"),
+        (OSError(28, "No space left on device", "runs/a"), 2, "error: runs/a: No space left on device\n"),
+    ],
+)
+def test_what_is_no_mistake_of_ours_ends_in_one_line(error, code, told, capsys, monkeypatch):
+    def main(argv):
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["command"])
+    with pytest.raises(SystemExit) as end:
+        run_main(main)
+    assert (end.value.code, capsys.readouterr().err) == (code, told)
 
 
 def readme_commands() -> list[str]:

@@ -28,6 +28,7 @@ from train.run import prepare
 pytestmark = pytest.mark.scale
 
 DEEP = "[" * 100_000
+DEEPER = '{"a":' * 400 + "1" + "}" * 400  # JSON can read it
 NEWEST, OLDER = "checkpoints/00000004", "checkpoints/00000002"
 SETTINGS = {"steps": 6, "checkpoint_every": 2, "eval_every": 3, "log_every": 1, "eval_batches": 1}
 TINY = {"model.width": 16, "model.layers": 1, "batch_size": 8, "data.mqar.length": 16, "best": "loss", "keep": 3}
@@ -143,7 +144,7 @@ def copy(source: str, target: str) -> Callable[[Path], None]:
 GOES_ON = None
 CASES: dict[str, tuple[Callable[[Path], Any], str | None]] = {
     **{
-        f"config.json = {text[:12]!r}": (put("config.json", text), says)
+        f"config.json = {text[:12]!r}, {len(text)}": (put("config.json", text), says)
         for text, says in {
             "": "not valid JSON",
             "{": "not valid JSON",
@@ -155,6 +156,7 @@ CASES: dict[str, tuple[Callable[[Path], Any], str | None]] = {
             '{"a.b": 1}': "another config",
             "\x00\x01": "not valid JSON",
             DEEP: "not valid JSON",
+            DEEPER: "not valid JSON: it is nested more than 100 deep",
         }.items()
     },
     "config.json not text": (put("config.json", b"\xff\xfe\xfa"), "not valid JSON"),
@@ -179,6 +181,16 @@ CASES: dict[str, tuple[Callable[[Path], Any], str | None]] = {
             "null": "is damaged: it holds",
             '{"status": 1}': "is damaged: 'status' is '1', not a str",
             '{"status": "finished"}': "is damaged: it has no 'config_hash'",
+        }.items()
+    },
+    **{
+        f"changes.json = {text!r}": (put("changes.json", text), says)
+        for text, says in {
+            "": "not valid JSON",
+            "{}": "is damaged: it has no 'changes'",
+            '{"changes": 5}': "is damaged: 'changes' is '5', not a list",
+            '{"changes": [5]}': "is damaged: '5' is no change",
+            '{"changes": [{"step": 9, "key": [], "old": 1, "new": 2}]}': "is damaged: .* is no change",
         }.items()
     },
     **{
@@ -226,6 +238,16 @@ CASES: dict[str, tuple[Callable[[Path], Any], str | None]] = {
     "somebody's folder": (lambda f: (f / "checkpoints/00000006").mkdir(), GOES_ON),
     "somebody's file": (put("checkpoints/00000006", "notes"), GOES_ON),
     "save never begun": (lambda f: (f / f"checkpoints/00000006{UNFINISHED}").mkdir(), GOES_ON),
+    **{
+        f"save signed for {record}": (
+            lambda f, record=record: (
+                copy(NEWEST, f"checkpoints/00000005{UNFINISHED}")(f),
+                sealed(f"checkpoints/00000005{UNFINISHED}/signed.0.json", record=record)(f),
+            ),
+            GOES_ON,
+        )
+        for record in ({}, [], 5, {"hosts": 1}, {"step": 5, "hosts": "two"})
+    },
     "save signed and empty": (
         lambda f: (copy(NEWEST, f"checkpoints/00000005{UNFINISHED}")(f), shutil.rmtree(f / NEWEST / "rest")),
         GOES_ON,

@@ -113,6 +113,8 @@ FILES = {
     "nan.json": '{"optim": {"lr": NaN}}',
     "huge.json": f'{{"steps": {HUGE}}}',
     "deep.json": "[" * 100_000,
+    "deeper.json": f'{{"optim": {{"lr": {"[" * 500}{"]" * 500}}}}}',
+    "sections.json": '{"a":' * 400 + "1" + "}" * 400,
     "nested.json": '{"steps": {"a": 1}}',
     "latin.json": b'{"a": "\xff"}',
     "latin.py": b'x = "\xff"\n',
@@ -132,6 +134,7 @@ TRAIN = [
     [f"--config={DEBUG}", "--workdir=gs://bucket/x"],
     *([f"--config={DEBUG}", "--workdir=w", word] for word in ("extra", "--nonsense", "-x", "--verbosity=loud")),
     *([f"--config={DEBUG}", "--workdir=w", word] for word in ("--flagfile=nowhere", "--distributed=perhaps")),
+    [f"--config={DEBUG}", "--workdir=w", "--stderrthreshold=loud"],
     *([f"--config={DEBUG}", "--workdir=w", f"--config.{word}"] for word in ("", "=5", "steps", ".=5", "optim.=5")),
     *([f"--config={DEBUG}", "--workdir=w", f"--config.{word}=5"] for word in ("optim", "optim.lr.x", "ünï", "lr\n")),
     *([f"--config={DEBUG}", "--workdir=w", f"--override={word}"] for word in ("", "steps", "=")),
@@ -158,6 +161,7 @@ TRAIN = [
         *("mesh.tensor=0", "mesh.data=-2", "mesh.tensor=3", "optim.accumulate=0", "optim.accumulate=3"),
         *("test_lengths=0", "test_lengths=-4", "test_lengths=33", "test_lengths=32,long", f"test_lengths={HUGE}"),
         *(f"mesh.rules={rules}" for rules in ("5", "((1,2),)", "(('batch',),)", "(('batch','data'),)")),
+        *(f"mesh.rules={rules}" for rules in ("(('batch',('data','data')),)", "(('mlp',()),('mlp',('data',)))")),
         *(f"mesh.rules={rules}" for rules in ("(('batch',('dta',)),)", "(('bacth',('data',)),)", "((5,('data',)),)")),
         *(f"steps={text}" for text in (ENDLESS, "(" * 5000, "{[]:1}", "[" * 5000, "-", "\\", "'")),
         *(f"data.task=text data.text.path={path}" for path in ("", "nowhere", "empty", "~nobody/x", LONG)),
@@ -195,7 +199,8 @@ SWEEP = [
     *([f"--config={DEBUG}", f"--out={out}"] for out in ("", "notes.txt", "notes.txt/x", LONG)),
     *([f"--config={file}", "--out=o"] for file in ("nowhere.py", "raises.py", "syntax.py", "list.json", "configs")),
     *([*SWEPT, f"--jobs={text}"] for text in ("0", "-1", "x", "1.5", "", HUGE)),
-    *([*SWEPT, f"--seeds={text}"] for text in ("0", "-3", "x", "1.5", "", HUGE)),
+    *([*SWEPT, f"--seeds={text}"] for text in ("0", "-3", "x", "1.5", "", "2147483647", HUGE)),
+    [*SWEPT, *(f"--grid=optim.{key}={','.join(map(str, range(1, 101)))}" for key in ("warmup", "lr")), "--seeds=11"],
     *([*SWEPT, f"--launcher={text}"] for text in ("slrum", "")),
     [*SWEPT, "--launcher=slrum", "--dry-run"],
     [*SWEPT, "--jobs=0", "--dry-run"],
@@ -230,6 +235,7 @@ REPORT = [
     ["extra"],
     *([f"--rows={name}"] for name in ("", "nowhere", "empty", "notes.txt", "latin.json", "five.json", "null.json")),
     *([f"--rows={name}"] for name in ("list.json", "deep.json", "empty.json", "key.jsonl", "labels.jsonl", LONG)),
+    ["--rows=words.jsonl"],
     *([f"--dir={name}"] for name in ("", "nowhere", "notes.txt", "empty", LONG)),
     [ROWS, "--dir=empty"],
     *([ROWS, f"--out={name}"] for name in ("", "notes.txt", "notes.txt/x")),
@@ -285,6 +291,8 @@ def test_a_wrong_command_line_ends_in_one_line(module, tmp_path):
         (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     shutil.copy(ROOT / "experiments/results/recall/rows.jsonl", tmp_path)
     (tmp_path / "key.jsonl").write_text("{}\n")
+    row = {"run": "a", "status": "finished", "labels": {}, "seed": 0}
+    (tmp_path / "words.jsonl").write_text(json.dumps(row | {"metrics": {"test/accuracy": "high"}}))
     (tmp_path / "labels.jsonl").write_text(json.dumps(dict(run="a", status="finished", labels=5, metrics={})))
     wrongly = [
         (words, end)

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from model.errors import UserError
 from tests.processes import fork
-from train import hosts
+from train import hosts, join
 from train.line import LOST
 from train.log import read_metrics
 from train.workdir import open_workdir
@@ -115,6 +116,13 @@ def test_signals_stop_all_and_a_lost_host_ends_all(tmp_path):
     one, two = losses(tmp_path / "one"), losses(workdir)
     assert list(two) == list(range(1, len(two) + 1)) and len(two) >= step
     assert list(two.values()) == pytest.approx([one[step] for step in two], rel=1e-5)
+
+
+@pytest.mark.parametrize("address", ["", "localhost", "localhost:", ":8476", "localhost:0", "localhost:77777", "a:b"])
+def test_an_address_that_nobody_has_is_refused(address, monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
+    with pytest.raises(UserError, match=f"JAX_COORDINATOR_ADDRESS is {address!r}; it takes HOST:PORT"):
+        join.initialize()
 
 
 def test_a_lack_of_memory_is_told_in_a_line():

@@ -1,5 +1,6 @@
 """Train short, test long: the lengths a run is tested at, and the tables across them."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -20,6 +21,7 @@ from experiments.tables.layout import Layout, sheet
 from experiments.tables.positions import FLAT
 from experiments.tables.table import layout
 from model.errors import UserError
+from tests.processes import run as run_command
 from tests.test_experiments import call
 from tests.test_report import row
 from train import config as configs
@@ -77,13 +79,23 @@ def test_only_a_lack_of_memory_is_no_reason_to_stop():
         loop.at_lengths({32: other}, SimpleNamespace(params=None))
 
 
-def test_a_command_without_room_says_so_in_one_line():
-    program = "import jax.numpy as n; from train import cli; cli.run(lambda _: n.zeros(2**50, n.uint8))"
+ONE_OF_TWO = "jax.jit(lambda x: (x[0], n.arange(2.0**48) + x[1]))(n.ones(2))[0]"  # begun, and then without room
+
+
+@pytest.mark.parametrize("made", ["n.zeros(2**50, n.uint8)", f"fetch({ONE_OF_TWO})"])
+def test_a_command_without_room_says_so_in_one_line(made):
+    imports = "import jax, jax.numpy as n; from train import cli; from train.evaluate import fetch"
+    program = f"{imports}; cli.run(lambda _: {made})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(
-        "error: out of memory: Out of memory allocating 1125899906842624 bytes; lower batch_s"
-    )
+    assert re.fullmatch(r"error: out of memory: Out of memory allocating \d{16} bytes; lower batch_s.*\n", done.stderr)
+
+
+def test_a_model_without_room_is_told_at_its_start(tmp_path):
+    large = ["--config.model.layers=1048576", "--config.model.width=8192"]
+    done = run_command("train", "--config=configs/debug.py", f"--workdir={tmp_path}", *large)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "out of memory" in done.stderr
+    assert not (tmp_path / "config.json").exists()
 
 
 def test_longer_sequences_come_in_smaller_batches_and_equal_number(book):

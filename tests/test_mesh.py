@@ -7,7 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from train.sharding import AXES, make_mesh
+from model.errors import UserError
+from train import config as configs
+from train.run import prepare
+from train.sharding import AXES, check_rules, make_mesh, rules_of
 
 # What README's pod command asks for.
 README = dict(data=-1, fsdp=4, tensor=2, sequence=1, expert=1)
@@ -74,3 +77,23 @@ def test_only_the_outer_axes_cross_slices():
 def test_a_mesh_over_some_devices():
     mesh = make_mesh(README | dict(fsdp=2, tensor=1), jax.devices()[:4])
     assert mesh.axis_names == AXES and mesh.devices.size == 4 and mesh.shape["data"] == 2
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "rules",
+    [
+        (("batch", ("fsdp", "tensor")), ("heads", ("tensor",))),
+        (("batch", ("tensor",)), ("inner", ("tensor",))),
+        (("batch", ("tensor",)), ("length", ("tensor",))),
+        (("length", ("tensor",)), ("heads", ("tensor",))),
+        (("experts", ("tensor",)), ("mlp", ("tensor",))),
+    ],
+)
+def test_one_mesh_axis_does_not_split_an_array_twice(rules):
+    config = configs.load("configs/debug.py", [("mesh.tensor", "2"), ("mesh.rules", repr(rules))])
+    told = f"mesh.tensor to {rules[0][0]!r} and to .*give it to one of them"
+    with pytest.raises(UserError, match=told):
+        prepare(config)
+    config = configs.load("configs/debug.py", [("mesh.rules", repr(rules))])
+    check_rules(make_mesh(config.mesh), rules_of(config.mesh))  # of one device there is nothing to share

@@ -75,6 +75,48 @@ def test_collect_misses_no_run(tmp_path):
     assert rows.summarise(found, "m") == rows.Summary(1, None, 1, 2)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"metrics": {"test/accuracy": "high"}},
+        {"metrics": {"test/accuracy": [1]}},
+        {"labels": {"arch": {"name": "mamba"}}},
+        {"seed": []},
+        {"params": "many"},
+        {"length": {}},
+        {"baselines": {"chance": "low"}},
+        {"targets": 5},
+        {"untested": {"long": "out of memory"}},
+        {"changes": [5]},
+        {"changes": [{"step": 1, "key": None, "old": 1, "new": 2}]},
+        {"data_fingerprint": []},
+        {"data": []},
+        {"revisions": 5},
+    ],
+    ids=str,
+)
+def test_a_row_that_no_table_can_hold_is_told_where_it_is_read(odd, tmp_path):
+    made = row({"arch": "mamba"}, 0, 0.5) | odd
+    (tmp_path / "rows.jsonl").write_text(json.dumps(made))
+    with pytest.raises(UserError, match=f"of row 1, .*{next(iter(odd))}"):
+        rows.read_rows(tmp_path / "rows.jsonl")
+    if "labels" not in odd:  # of them a sweep keeps its own note
+        folders.claim(tmp_path / "a", RunSpec(DEBUG, {}, {}), "abc")
+        folders.write_json(tmp_path / "a" / "result.json", made)
+        with pytest.raises(UserError, match=f"a/result.json is damaged: .*{next(iter(odd))}"):
+            rows.collect(tmp_path)
+
+
+@pytest.mark.quick
+def test_a_row_without_its_seed_is_none(tmp_path):
+    made = row({}, 0, 0.5)
+    del made["seed"]
+    (tmp_path / "rows.jsonl").write_text(json.dumps(made))
+    with pytest.raises(UserError, match="of row 1, what it must have is run, status, labels, metrics, seed"):
+        rows.read_rows(tmp_path / "rows.jsonl")
+
+
 AWKWARD = "m_1 & 50% | {x}"  # every character that some format takes for its own
 
 

@@ -198,7 +198,7 @@ def noted(before: list[dict[str, Any]], old: dict[str, Any], new: dict[str, Any]
         return []
     for change in before:
         whole = isinstance(change, dict) and {"step", "key", "old", "new"} <= change.keys()
-        if not (whole and isinstance(change["step"], int)):
+        if not (whole and isinstance(change["step"], int) and isinstance(change["key"], str)):
             raise UserError(f"the run's changes.json is damaged: {str(change)[:40]!r} is no change; remove the file")
     then = dict(old)
     for change in reversed(before):

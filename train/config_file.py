@@ -3,7 +3,6 @@
 import ast
 import difflib
 import inspect
-import json
 import traceback
 from collections.abc import Callable, Mapping
 from importlib.util import module_from_spec, spec_from_file_location
@@ -15,6 +14,7 @@ from ml_collections import ConfigDict
 
 from model.errors import UserError
 from model.settings import shown
+from train.workdir import parse_json
 
 
 def read_config(spec: str) -> Mapping[str, Any]:
@@ -37,8 +37,8 @@ def read_config(spec: str) -> Mapping[str, Any]:
 
 def read_json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        return parse_json(file.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise UserError(f"config {str(file)!r} is not JSON: {error}") from None
 
 

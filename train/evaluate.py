@@ -42,9 +42,18 @@ def tally(
     return totals
 
 
+def fetch(arrays: Any) -> Any:
+    """Arrays as NumPy ones, or the error that prevented them.
+
+    Of a program that found no memory, a CPU's values are waited for in vain; that they will never come is told to
+    those who ask whether they are ready (jax 0.10).
+    """
+    return jax.device_get(jax.block_until_ready(arrays))
+
+
 def add(totals: dict[str, tuple[np.ndarray, np.ndarray]], sums: dict | None) -> None:
     for name, pair in (sums or {}).items():
-        pair = tuple(np.asarray(x, np.float64) for x in jax.device_get(pair))
+        pair = tuple(np.asarray(x, np.float64) for x in fetch(pair))
         old = totals.get(name, (0.0, 0.0))
         totals[name] = (old[0] + pair[0], old[1] + pair[1])
 

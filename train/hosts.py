@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from model.errors import UserError, out_of_memory
+from model.errors import UserError, no_device, out_of_memory
 from train import join
 from train.line import LOST, Line, end_process
 
@@ -56,7 +56,7 @@ def _end_all(error: BaseException) -> None:
     line, text = the_line(), explain(error)
     if not isinstance(error, Agreed):
         time.sleep(1)  # a lost process makes calls fail here too; then it is the watch that has the word
-    if isinstance(error, UserError | OSError):
+    if isinstance(error, UserError | OSError) or no_device(error):
         line.fail(2, text, everywhere=isinstance(error, Agreed))
         end_process(2, f"error: {text}")
     if out_of_memory(error):
@@ -77,7 +77,7 @@ def explain(error: BaseException) -> str:
     """An error in one line."""
     if isinstance(error, UserError):
         return " ".join(str(error).split())
-    if lacking := out_of_memory(error):
+    if lacking := out_of_memory(error) or no_device(error):
         return lacking
     if isinstance(error, OSError) and error.strerror:
         return f"cannot use {error.filename}: {error.strerror}" if error.filename else error.strerror

@@ -25,6 +25,7 @@ def initialize() -> None:
             given |= {name: int(os.environ[variable])} if variable in os.environ else {}
         except ValueError:
             raise UserError(f"{variable} is {os.environ[variable]!r}; it takes a whole number") from None
+    check_address(os.environ.get("JAX_COORDINATOR_ADDRESS"))
     jax.config.update("jax_enable_preemption_service", False)  # signals are train.workdir.graceful_stop's
     # JAX's own watch ends a process with pages of stacks. Ours is quicker, so its limits only have to be longer.
     limits = dict(initialization_timeout=2 * JOINING, heartbeat_timeout_seconds=int(2 * line.PATIENCE))
@@ -33,6 +34,13 @@ def initialize() -> None:
             jax.distributed.initialize(**given, **limits)
         except (ValueError, RuntimeError) as error:
             raise UserError(f"cannot join the other processes: {' '.join(str(error).split())}") from error
+
+
+def check_address(address: str | None) -> None:
+    """Refuses an address that nobody could be reached at; none is for the cluster to give."""
+    host, _, port = ("localhost:1" if address is None else address).rpartition(":")
+    if not host or not (port.isdecimal() and 0 < int(port[:6]) < 2**16):
+        raise UserError(f"JAX_COORDINATOR_ADDRESS is {address!r}; it takes HOST:PORT, such as 10.0.0.1:8476")
 
 
 def size() -> int:

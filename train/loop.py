@@ -19,7 +19,7 @@ from train import checkpoint, hosts, start, streaming
 from train import config as configs
 from train.checkpoint import Checkpoints
 from train.clock import Clock
-from train.evaluate import bits_per_byte, counts, mean, means, scalars, slices, tally
+from train.evaluate import bits_per_byte, counts, fetch, mean, means, scalars, slices, tally
 from train.feed import Feed
 from train.log import MetricsLog, Progress
 from train.manifest import read_manifest, step_folder
@@ -266,7 +266,7 @@ def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[Measured, d
 
 def log_step(log: MetricsLog, progress: Progress, clock: Clock, c: ConfigDict, step: int, sums: dict) -> bool:
     """Logs a step's metrics where due; whether the step was finite."""
-    values = {name: np.float32(mean(*pair)) for name, pair in jax.device_get(sums).items()}
+    values = {name: np.float32(mean(*pair)) for name, pair in fetch(sums).items()}
     clock.tick()
     finite = values.pop("finite") == 1
     if step % c.log_every == 0 or not finite:
@@ -278,7 +278,7 @@ def log_step(log: MetricsLog, progress: Progress, clock: Clock, c: ConfigDict, s
 def roll_back(run: Run, checkpoints: Checkpoints, state: RunState, step: int) -> tuple[int, RunState]:
     """The last checkpoint, set to read the batches after the one that broke the run."""
     found = checkpoints.restore(run.abstract)
-    good, restored = found if found is not None else (0, run.init())
+    good, restored = found if found is not None else (0, jax.block_until_ready(run.init()))
     counts = {
         "data_offset": int(state.data_offset) + step - good,
         "nonfinite": int(state.nonfinite),

@@ -58,10 +58,12 @@ def sign(folder: Path, host: int, record: dict[str, Any] | None = None) -> None:
 def record_of(folder: Path) -> dict[str, Any] | None:
     """What is to be recorded with a step that every host has signed; None while one has not."""
     try:
-        record = _read_sealed(folder / signature(0)).get("record")
+        content = _read_sealed(folder / signature(0))
+        _expect(content, signature(0), record=dict)
+        _expect(content["record"], signature(0), step=int, hosts=int)
     except DamagedManifest:
         return None
-    return None if record is None or unsigned(folder, record) else record
+    return None if unsigned(folder, content["record"]) else content["record"]
 
 
 def unsigned(folder: Path, record: dict[str, Any]) -> list[int]:

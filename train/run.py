@@ -53,6 +53,7 @@ def prepare(config: ConfigDict, task: data.Task | None = None) -> Run:
     configs.check(config)
     task = task or data.build(config.data.task, config.data[config.data.task].to_dict())
     mesh, rules = sharding.make_mesh(config.mesh), sharding.rules_of(config.mesh)
+    sharding.check_rules(mesh, rules)
     for split in ("validation", "test"):
         pipeline.check_countable(task, split, config.eval_batches)
     objective = build_objective(config.objective.to_dict(), task)

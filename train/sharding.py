@@ -61,7 +61,31 @@ def rules_of(config: Mapping[str, Any]) -> Rules:
         for axis in axes:
             if axis not in AXES:
                 raise UserError(f"mesh rule for {name!r} names axis {axis!r}; the mesh has {', '.join(AXES)}")
+        if len(set(axes)) < len(axes):
+            raise UserError(f"mesh rule for {name!r} names an axis twice: {', '.join(axes)}")
+        if [other for other, _ in rules].count(name) > 1:
+            raise UserError(f"mesh.rules has two rules for {name!r}; give all its axes in one")
     return rules
+
+
+# Logical axes of one array: a mesh axis can share out one of the two.
+TOGETHER = (
+    *(("batch", other) for other in ("length", "heads", "inner")),
+    *(("length", other) for other in ("heads", "inner")),
+    ("experts", "mlp"),
+)
+
+
+def check_rules(mesh: Mesh, rules: Rules) -> None:
+    """Refuses rules by which an array would be split twice over the same devices."""
+    given = dict(rules)
+    for one, other in TOGETHER:
+        shared = [axis for axis in given.get(one, ()) if axis in given.get(other, ()) and mesh.shape[axis] > 1]
+        if shared:
+            raise UserError(
+                f"mesh.rules give mesh.{shared[0]} to {one!r} and to {other!r}, which are axes of the same arrays; "
+                f"give it to one of them"
+            )
 
 
 @contextlib.contextmanager

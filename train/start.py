@@ -104,7 +104,7 @@ def file_hash(files: list[Path]) -> str:
 
 def begin(run: Run, source: Source | None) -> RunState:
     """The state before the first step."""
-    state = run.init()
+    state = jax.block_until_ready(run.init())  # here, if at all, memory lacks; see train.evaluate.fetch
     if source is None:
         return state
     like: Mapping[str, Any] = by_path(run.abstract.params)

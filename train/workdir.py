@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +55,34 @@ def write_json(path: str | Path, obj: Any, ending: str = ".tmp") -> None:
     write_text(path, json.dumps(obj, indent=1) + "\n", ending)
 
 
+DEEPEST = 100  # levels of a JSON file; functions that walk down one have room for more
+
+
+def parse_json(text: str) -> Any:
+    """What a text holds that people or disks may have harmed; ValueError says why it holds nothing."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    level = [found]
+    for _ in range(DEEPEST):
+        level = [inner for one in level for inner in _inside(one)]
+        if not level:
+            return found
+    raise ValueError(f"it is nested more than {DEEPEST} deep")
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
 def read_json(path: str | Path, **kinds: type) -> dict[str, Any]:
     """The JSON object in a file, in which each of these keys must hold a value of its type."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        found = parse_json(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise UserError(f"{path} is damaged: it holds {str(found)[:40]!r}, not an object")

@@ -9,6 +9,7 @@ of a table, `arch=mamba,s4d;task=image` picks those whose labels have one of the
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
@@ -16,6 +17,8 @@ from experiments.running.runs import RunSpec, Value, names, read_value, with_arg
 from model.errors import UserError, choose
 
 Setting = dict[str, Value]
+
+MOST = 100_000  # runs of a sweep
 
 
 def expand(
@@ -35,7 +38,11 @@ def expand(
     factors = [factor for text in grids for factor in read_grid(text)]
     factors += [read_zip(text) for text in zips] + [read_list(text) for text in lists]
     _refuse_repeats([[dict(common)], *factors])
-    if not any("seed" in setting for factor in [[common], *factors] for setting in factor):
+    by_hand = any("seed" in setting for factor in [[common], *factors] for setting in factor)
+    count = math.prod(map(len, factors)) * (1 if by_hand else seeds)
+    if count > MOST:
+        raise UserError(f"this sweep has {count:,} runs; allowed: up to {MOST:,}")
+    if not by_hand:
         factors.append([{"seed": seed} for seed in range(seeds)])
     elif seeds > 1:
         raise UserError(f"seed is set by hand and by --seeds={seeds}; use one of the two")

@@ -15,7 +15,8 @@ from typing import Any
 
 from experiments.running import folders
 from model.errors import UserError, closest
-from train.workdir import write_text
+from model.settings import shown
+from train.workdir import parse_json, write_text
 
 Row = dict[str, Any]
 
@@ -43,6 +44,8 @@ def collect(out: Path) -> list[Row]:
 def row_of(folder: Path) -> Row:
     asked = folders.read_json(folder / "run.json", labels=dict, overrides=dict) or {"labels": {}, "overrides": {}}
     row = folders.read_json(folder / "result.json", status=str, metrics=dict)
+    if row is not None and (odd := oddity({**row, "run": folder.name, "labels": asked["labels"]})):
+        raise UserError(f"{folder / 'result.json'} is damaged: {odd}")
     if row is None:
         error = folders.read_json(folder / "failed.json", error=str)
         row = {"status": "failed", "error": error["error"]} if error else {"status": "missing"}
@@ -63,19 +66,47 @@ def read_rows(path: Path) -> list[Row]:
     if not path.is_file():
         raise UserError(f"no rows at {path}; a sweep writes them to OUT/rows.jsonl")
     try:
-        found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (ValueError, RecursionError) as error:
+        found = [parse_json(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except ValueError as error:
         raise UserError(f"{path} is not a file of rows, one JSON object per line: {error}") from error
     for number, row in enumerate(found, 1):
-        if not is_row(row):
-            raise UserError(f"{path} is not a file of rows: row {number} has no run, status, labels and metrics")
+        if odd := oddity(row):
+            raise UserError(f"{path} is not a file of rows: of row {number}, {odd}")
     return found
 
 
-def is_row(value: Any) -> bool:
-    """Whether all is there that a table needs."""
-    kinds = {"run": str, "status": str, "labels": dict, "metrics": dict}
-    return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in kinds.items())
+Number = int | float | None
+PARTS = {"run": str, "status": str, "labels": dict, "metrics": dict, "seed": Number}
+FURTHER = {
+    **dict.fromkeys(("targets", "untested", "baselines", "data"), dict),
+    **dict.fromkeys(("changes", "revisions"), list),
+    **dict.fromkeys(("length", "params", "state_bytes", "steps_per_s"), Number),
+    "data_fingerprint": str | None,
+}
+
+
+def oddity(row: Any) -> str | None:
+    """What keeps a row out of any table; None where nothing does."""
+    if not isinstance(row, dict) or not row.keys() >= PARTS.keys():
+        return f"what it must have is {', '.join(PARTS)}"
+    for key, kind in (PARTS | FURTHER).items():
+        if key in row and not isinstance(row[key], kind):
+            return f"{key} is {shown(row[key])}"
+    for part in ("metrics", "targets", "baselines"):
+        for name, value in row.get(part, {}).items():
+            if not isinstance(value, Number):
+                return f"{name} of its {part} is {shown(value)}"
+    for name, value in row["labels"].items():
+        if isinstance(value, dict):
+            return f"{name} of its labels is {shown(value)}"
+    for change in row.get("changes", []):
+        whole = isinstance(change, dict) and {"step", "key", "old", "new"} <= change.keys()
+        if not (whole and isinstance(change["key"], str)):
+            return f"one of its changes is {shown(change)}"
+    for length in row.get("untested", {}):
+        if not length.isdecimal():
+            return f"a length of its untested ones is {shown(length)}"
+    return None
 
 
 def score(row: Row, metric: str) -> float | None:

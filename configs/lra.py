@@ -24,11 +24,11 @@ from model.errors import choose
 # The task's name here, what it reads, and how many steps of how many rows a small run has.
 TASKS = {
     "listops": ("listops", {"lra": dict(length=2000), "s4": dict(length=2048)}, 5000, 32),
-    "text": ("imdb", {"lra": dict(length=1000), "s4": dict(length=2048)}, 8000, 32),
+    "text": ("imdb", {"lra": dict(length=1000), "s4": dict(length=2048)}, 5000, 32),
     "retrieval": ("aan", {"lra": dict(length=4000), "s4": dict(length=4000)}, 5000, 16),
     "links": ("wiki_links", {"lra": dict(length=2000), "s4": dict(length=2000)}, 5000, 16),
-    "image": ("image", {"lra": {}, "s4": {}}, 20_000, 50),
-    "pathfinder": ("pathfinder", {"lra": dict(side=32), "s4": dict(side=32)}, 20_000, 64),
+    "image": ("image", {"lra": {}, "s4": {}}, 10_000, 50),
+    "pathfinder": ("pathfinder", {"lra": dict(side=32), "s4": dict(side=32)}, 10_000, 64),
     "pathx": ("pathfinder", {"lra": dict(side=128), "s4": dict(side=128)}, 20_000, 16),
 }
 PAIRS = ("retrieval", "links")

@@ -10,8 +10,8 @@ release: do two Wikipedia articles link to each other (wiki_links)? `protocol=lr
 
 Rows are read bidirectionally by whatever can. `size=small` is for one accelerator: every architecture with as many
 parameters as attention of 4 layers and width 128 (configs/archs.py), minutes a run. `size=paper` has the published
-recipe (configs/recipes.py) of attention (LRA's Transformer), s4, s4d or s5, up to 500,000 steps. `size=smoke` shows on
-a CPU that it runs. Test scores are of the step that validation chose. `start` is for self-pretraining
+recipe (configs/recipes.py) of attention (LRA's Transformer), s4, s4d, s5 or lru, up to 500,000 steps. `size=smoke`
+shows on a CPU that it runs. Test scores are of the step that validation chose. `start` is for self-pretraining
 (configs/pretraining.py).
 """
 

@@ -3,11 +3,14 @@
 LRA's own Transformer: the released configurations (https://github.com/google-research/long-range-arena, cd31e5c,
 lra_benchmarks/*/configs; its base rates over the root of the warm-up are peaks here). S4 and S4D: the third version's
 (https://github.com/state-spaces/s4, e757cef, configs/experiment/lra/old/v3-*.yaml). S5: run_experiments of
-https://github.com/lindermanlab/S5, 3c18fdb. What they have and these do not: most normalise by batch, here layers are
-normalised; S4 on images shares its A and B among channels; S5 has one step for all modes on two tasks, and other draws
-of C. A state space's own parameters are trained at their published rate.
+https://github.com/lindermanlab/S5, 3c18fdb. LRU: not its authors' but a replication's, in S4's code
+(https://github.com/jhuang265/s4, 109a2d2, of Image 06f4700, configs/experiment/lra/lru-*.yaml). What they have and
+these do not: most normalise by batch, here layers are normalised; S4 on images shares its A and B among channels; S5
+has one step for all modes on two tasks, and other draws of C; LRU's replication reads forward only, with no gate after
+a layer. A state space's own parameters are trained at their published rate.
 """
 
+import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -46,15 +49,21 @@ class Transformer(NamedTuple):
     steps: int
     warmup: int
     clip: float = 0.0
+    learned: int = 0  # positions to learn: the pixels and, where one vector stands for all, that one; 0: waves
+
+
+def ring(modes: int, r_min: float, r_max: float, turn: float = 2.0) -> dict[str, Any]:
+    """So many complex modes between two circles, which turn by up to `turn` times pi a token."""
+    return dict(state=2 * modes, r_min=r_min, r_max=r_max, max_phase=turn * math.pi)
 
 
 TRANSFORMER = {
     "listops": Transformer(4, 512, 8, 64, 1024, "cls", 0.1, 0.05 * 1000**-0.5, "rsqrt", 0.1, 32, 5000, 1000),
     "text": Transformer(4, 256, 4, 64, 1024, "cls", 0.1, 0.05 * 8000**-0.5, "rsqrt", 0.1, 32, 20_000, 8000),
     "retrieval": Transformer(4, 128, 4, 32, 512, "cls", 0.1, 0.05 * 8000**-0.5, "rsqrt", 0.1, 32, 5000, 8000),
-    "image": Transformer(1, 128, 8, 8, 128, "cls", 0.3, 5e-4, "cosine", 0.0, 256, 35_000, 175),
+    "image": Transformer(1, 128, 8, 8, 128, "cls", 0.3, 5e-4, "cosine", 0.0, 256, 35_000, 175, learned=1024 + 1),
     "pathfinder": Transformer(4, 32, 4, 4, 32, "mean", 0.2, 1e-3, "cosine", 0.0, 512, 62_400, 312),
-    "pathx": Transformer(1, 32, 2, 8, 32, "mean", 0.2, 1e-3, "cosine", 0.0, 64, 500_000, 312, clip=1.0),
+    "pathx": Transformer(1, 32, 2, 8, 32, "mean", 0.1, 1e-3, "cosine", 0.0, 64, 500_000, 2500, 1.0, learned=128**2),
 }
 S4 = {
     "listops": Recipe(8, 128, "post", 0.0, 0.01, 1e-3, 0.05, 50, 80_000, 1000),
@@ -72,7 +81,15 @@ S5 = {  # epochs of the training sets as steps; a warm-up of one epoch, on Text 
     "pathfinder": Recipe(6, 192, "pre", 0.05, 0.0045, 9e-4, 0.03, 64, 500_000, 2500, dict(state=256, blocks=8)),
     "pathx": Recipe(6, 128, "pre", 0.0, 0.0018, 6e-4, 0.06, 32, 375_000, 5000, dict(state=256, blocks=16, dt_min=1e-4)),
 }
-RECIPES = {"attention": TRANSFORMER, "s4": S4, "s4d": S4, "s5": S5}
+LRU = {
+    "listops": Recipe(6, 128, "pre", 0.0, 0.003, 1.5e-3, 0.05, 32, 90_000, 12_000, ring(256, 0.0, 0.9)),
+    "text": Recipe(6, 256, "pre", 0.1, 0.004, 4e-4, 0.05, 32, 50_000, 5000, ring(192, 0.5, 0.9)),
+    "retrieval": Recipe(6, 128, "pre", 0.1, 0.002, 1e-3, 0.05, 64, 100_000, 5000, ring(256, 0.5, 0.9)),
+    "image": Recipe(6, 512, "post", 0.1, 0.005, 1.25e-3, 0.05, 50, 180_000, 18_000, ring(384, 0.9, 0.999)),
+    "pathfinder": Recipe(6, 192, "pre", 0.0, 0.004, 1e-3, 0.05, 64, 500_000, 50_000, ring(256, 0.9, 0.999)),
+    "pathx": Recipe(6, 128, "pre", 0.0, 0.002, 5e-4, 0.05, 32, 250_000, 25_000, ring(256, 0.999, 0.9999, turn=0.1)),
+}
+RECIPES = {"attention": TRANSFORMER, "s4": S4, "s4d": S4, "s5": S5, "lru": LRU}
 
 
 def use(config: ConfigDict, arch: str, task: str) -> None:
@@ -83,12 +100,11 @@ def use(config: ConfigDict, arch: str, task: str) -> None:
     config.model.update(layers=recipe.layers, width=recipe.width, dropout=recipe.dropout, norm="layernorm")
     if isinstance(recipe, Transformer):
         config.model.update(mlp="gelu", mlp_width=recipe.mlp_width, pool=recipe.pool, norm_eps=1e-6, embed_init=1.0)
-        config.model.update(position="learned" if task == "image" else "sinusoidal")
         config.model.attention = dict(n_heads=recipe.n_heads, head_dim=recipe.head_dim)
-        if task == "image":
-            config.model.learned = dict(max_len=32 * 32 + 1)  # the pixels, and the vector that stands for all
+        if recipe.learned:
+            config.model.update(position="learned", learned=dict(max_len=recipe.learned))
         else:
-            config.model.sinusoidal = dict(amplitude=1.0)
+            config.model.update(position="sinusoidal", sinusoidal=dict(amplitude=1.0))
         config.optim.update(schedule=recipe.schedule, b2=0.98, eps=1e-9, clip=recipe.clip, **shared)
     else:
         config.model.update(mlp="none", norm_order=recipe.norm_order, final_norm=recipe.norm_order == "pre")

@@ -47,6 +47,24 @@ def test_the_ssm_rate_is_the_published_one():
     assert c.optim.lr * c.optim.ssm_lr == pytest.approx(1e-3) and (c.model.s5.state, c.model.s5.blocks) == (384, 3)
 
 
+@pytest.mark.parametrize(("task", "n"), [("image", 45_000), ("pathfinder", 160_000), ("pathx", 160_000)])
+def test_the_transformer_reads_pixels_for_200_epochs_and_warms_up_for_one(task, n):
+    recipe = RECIPES["attention"][task]
+    assert recipe.warmup == n // recipe.batch_size and recipe.steps == 200 * recipe.warmup
+    c = configs.load(f"configs/lra.py:task={task},arch=attention,size=paper")
+    assert (c.model.position == "learned") == (task != "pathfinder")
+
+
+def test_a_mode_of_the_lru_is_a_complex_number():
+    """The source has 256 of them on Path-X, and trains what makes them at a quarter of the rate."""
+    c = configs.load("configs/lra.py:task=pathx,arch=lru,size=paper")
+    model = build.build(c.model.to_dict(), ASKED["pathx"][0])
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), np.zeros((1, 64, 1), np.float32)))["params"]
+    shapes = {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(params)}
+    assert {shape for name, shape in shapes.items() if "nu_log" in name} <= {(256,), (6, 256)}
+    assert any("nu_log" in name for name in shapes) and c.optim.ssm_lr == pytest.approx(0.25)
+
+
 def test_an_architecture_without_a_recipe_is_named():
-    with pytest.raises(UserError, match="published recipe 'mamba'; choose from attention, s4, s4d, s5"):
+    with pytest.raises(UserError, match="published recipe 'mamba'; choose from attention, lru, s4, s4d, s5"):
         configs.load("configs/lra.py:task=image,arch=mamba,size=paper")

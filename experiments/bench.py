@@ -98,6 +98,7 @@ def main(argv: list[str]) -> int:
         folders.make(out.parent)
         if out.is_dir():
             raise UserError(f"--out={out} is a folder; give a file, such as {out / 'rows.jsonl'}")
+        folders.check_writable(out)
     if argv[1] in CONTESTS and (CONFIG.value or cli.overrides()):
         raise UserError(f"bench {argv[1]} takes no config; allowed: --rounds and --out")
     rows = []

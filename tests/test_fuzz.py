@@ -250,6 +250,7 @@ BENCH = [
     *(["loop", f"--steps={text}"] for text in ("0", "1", "-1", "x", "")),
     *([name, f"--rounds={text}"] for name in ("loop", "scan", "attention") for text in ("0", "-1", "x", "")),
     *([name, f"--out={text}"] for name in ("loop", "startup", "scan") for text in ("empty", "notes.txt/x", "")),
+    *([name, "--out=/proc/x"] for name in ("loop", "scan", "determinism")),
     *([name, f"--config={text}"] for name in ("loop", "startup") for text in ("nowhere.py", "", "raises.py")),
     *([name, f"--config.{text}"] for name in ("loop", "startup") for text in ("lr=1", "steps=x", "optim.lr=-1")),
     *([name, word] for name in ("scan", "attention") for word in ("--config.steps=3", f"--config={DEBUG}")),
@@ -266,6 +267,13 @@ PACK = [
     *(["run", "--out=new", f"--size-mib={text}"] for text in ("0", "-1", "x", "", "1.5", HUGE)),
     *(["run", "--out=new", word] for word in ("--checkpoints=none", "--config.steps=3", "--nonsense")),
 ]
+PREPARE = [
+    [],
+    ["--root=downloads"],
+    *([name] for name in ("", "mnis", "ünï", ENDLESS, "--nonsense")),
+    ["mnist", "mnits"],
+    *(["mnist", f"--root={text}"] for text in ("", "notes.txt", "notes.txt/x", "/proc/x", LONG)),
+]
 LINES = {
     "train": TRAIN + from_declarations(),
     "eval": EVAL,
@@ -275,6 +283,7 @@ LINES = {
     "experiments.bench": BENCH,
     "experiments.list": LIST,
     "experiments.pack": PACK,
+    "data.prepare": PREPARE,
 }
 
 

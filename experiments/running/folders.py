@@ -24,6 +24,18 @@ def make(folder: Path) -> None:
         raise UserError(f"cannot make the folder {folder}: {error.strerror}; give another --out") from error
 
 
+def check_writable(file: Path) -> None:
+    """Refuses a file that cannot be written, before there is anything to write; leaves it as it is."""
+    there = file.exists()
+    try:
+        with file.open("a"):
+            pass
+        if not there:
+            file.unlink()
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}; give another --out") from error
+
+
 def claim(folder: Path, run: RunSpec, config_hash: str) -> None:
     """Makes a run's folder and notes in it what was asked for, so that a run that never starts is missed."""
     make(folder)

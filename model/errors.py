@@ -4,8 +4,6 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
-
 
 class UserError(Exception):
     """A mistake in what the user asked for; commands print its one line and exit with code 2."""
@@ -15,7 +13,7 @@ def out_of_memory(error: BaseException) -> str | None:
     """In one line what could not be had, of a device's memory or of this host's; None for any other error."""
     if isinstance(error, MemoryError):
         return f"out of memory: {error}".rstrip(": ")
-    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+    if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
         first = str(error).splitlines()[0].partition("RESOURCE_EXHAUSTED: ")[2]
         return f"out of memory: {first.rstrip('.')}"
     return None

@@ -158,6 +158,7 @@ class S4(Continuous):
             return System(
                 lambda u: long_conv(u, dplr_kernel, (Lambda, P, B, C, dt)),
                 lambda u, h0, ctx, form: dplr_recurrence(u, Lambda, P, B, C, dt, h0, ctx, form),
+                lambda u, past, conv: conv(u, past, dplr_kernel, (Lambda, P, B, C, dt)),
             )
 
         return [system(C) for C in self.readout("C", nn.initializers.normal(0.5**0.5), channels)]

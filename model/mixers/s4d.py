@@ -59,9 +59,11 @@ def s4d_recurrence(
 
 def s4d_system(A: jax.Array, C: jax.Array, dt: jax.Array, discretisation: str) -> System:
     """Both forms of one diagonal state space per channel."""
+    kernel = partial(s4d_kernel, discretisation=discretisation)
     return System(
-        lambda u: long_conv(u, partial(s4d_kernel, discretisation=discretisation), (A, C, dt)),
+        lambda u: long_conv(u, kernel, (A, C, dt)),
         lambda u, h0, ctx, form: s4d_recurrence(u, A, C, dt, h0, ctx, form, discretisation),
+        lambda u, past, conv: conv(u, past, kernel, (A, C, dt)),
     )
 
 

@@ -32,6 +32,7 @@ def mimo_system(log_A: jax.Array, B: jax.Array, C: jax.Array) -> System:
     return System(
         lambda u: out_of_state(long_conv(into_state(u, B), powers, (log_A,)), C),
         lambda u, h0, ctx, form: diagonal_recurrence(jnp.exp(log_A), B, C, into_state, out_of_state, u, h0, ctx, form),
+        lambda u, past, conv: out_of_state(conv(into_state(u, B), into_state(past, B), powers, (log_A,)), C),
     )
 
 

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs.archs import MATCHED
 from model.contract import Context
+from model.entries import entry
 from model.errors import UserError
 from model.mixers import MIXERS
 from model.mixers.state_space import windowed
@@ -110,3 +112,26 @@ def test_a_recurrence_of_a_cut_kernel_is_refused():
 def test_a_mixer_without_a_window_says_so(name):
     with pytest.raises(UserError, match=rf"model\.{name}\.window"):
         configs.load("configs/debug.py", [("model.mixers", name), (f"model.{name}.window", "32")])
+
+
+def loaded(arch: str, argument: str = "window=32"):
+    return configs.load(f"configs/lra.py:task=listops,arch={arch},size=smoke,{argument}").model
+
+
+@pytest.mark.parametrize("arch", MATCHED)
+def test_a_benchmark_has_a_window_in_every_layer_or_refuses_the_mixer(arch):
+    whole = loaded(arch, "window=0")
+    kinds = [entry(whole.to_dict(), name).mixer for name in whole.mixers]
+    if without := [kind for kind in kinds if kind not in (*CUT, "attention")]:
+        with pytest.raises(UserError, match=rf"window is 32, and mixer '{without[0]}' has none; allowed: 0, or .*s4d"):
+            loaded(arch)
+        return
+    cut = loaded(arch)
+    assert {cut[name].window for name in cut.mixers} == {32}
+    flat, other = configs.flatten(whole.to_dict()), configs.flatten(cut.to_dict())
+    assert {key for key in flat if flat[key] != other[key]} == {f"{name}.window" for name in cut.mixers}
+
+
+def test_a_class_is_read_off_all_tokens_where_none_sees_all():
+    spec = "configs/lra.py:task=listops,arch=attention,size=paper"
+    assert configs.load(spec).model.pool == "cls" and configs.load(f"{spec},window=32").model.pool == "mean"

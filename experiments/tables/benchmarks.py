@@ -73,7 +73,11 @@ NEAR = 32  # tokens
 
 def locality(scale: str) -> list[RunSpec]:
     """Models as they are, and with layers that see 32 tokens; at scale paper, those whose recipe reads all tokens."""
-    archs = ("s4", "s4d", "s5") if scale == "paper" else ("attention", "s4d", "s5")
+    archs = choose(
+        "scale",
+        scale,
+        {"small": ("attention", "s4d", "s5"), "smoke": ("attention", "s4d"), "paper": ("s4", "s4d", "s5")},
+    )
     return [
         RunSpec(
             f"configs/lra.py:task={task},arch={arch},size={scale}" + (f",window={NEAR}" if window == NEAR else ""),
@@ -96,7 +100,7 @@ def self_pretraining(scale: str) -> list[RunSpec]:
     """Models that learn a task at once, or its own inputs first."""
     tasks = {
         "small": ("listops", "text", "image"),
-        "smoke": ("listops", "pathfinder"),
+        "smoke": ("listops",),
         "paper": ("listops", "text", "image", "pathfinder"),
     }
     cells = product(choose("scale", scale, tasks), ("attention", "s4d"), range(1 if scale == "smoke" else 2))

@@ -72,10 +72,10 @@ def test_a_windowed_system_is_its_own_impulse_response_cut_off(name):
 @pytest.mark.few(4)
 @pytest.mark.parametrize("ctx", ALONE.values(), ids=ALONE)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", [*CUT, "attention"])
 def test_a_token_sees_those_in_its_window_and_no_others(name, causal, ctx):
-    mixer, t = MIXERS[name](width=3, causal=causal, window=W, state=8), 11
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, L, 3)), jnp.float32)
+    mixer, t = MIXERS[name](width=4, causal=causal, window=W), 11
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, L, 4)), jnp.float32)
     values = nn.unbox(jax.jit(mixer.init)(jax.random.key(0), x, Context()))
     pull = jax.jit(jax.grad(lambda x: jnp.sum(mixer.apply(values, x, ctx)[0][:, t] ** 2)))(x)
     size, distance = np.abs(pull[0]).sum(-1), t - np.arange(L)

@@ -75,7 +75,8 @@ def get_config(argument: str = "") -> ConfigDict:
             c.data[name].update(PUBLISHED.get(arg.task, {}))
     if arg.size == "smoke":
         c.data[name].update(SMOKE.get(arg.task, {}))
-        c.steps, c.batch_size, c.eval_batches, c.log_every, c.optim.warmup = 40, 8, 4, 10, 10
+        c.steps, c.batch_size = (20, 2) if arg.task in PIXELS else (40, 8)  # rows of a thousand pixels and more
+        c.eval_batches, c.log_every, c.optim.warmup = 4, 10, 10
     c.eval_every = c.checkpoint_every = max(c.steps // 20, 20)
     archs.read_bidirectionally(c)
     window.use(c, arg.window)

@@ -11,13 +11,15 @@ release: do two Wikipedia articles link to each other (wiki_links)? `protocol=lr
 Rows are read bidirectionally by whatever can. `size=small` is for one accelerator: every architecture with as many
 parameters as attention of 4 layers and width 128 (configs/archs.py), minutes a run. `size=paper` has the published
 recipe (configs/recipes.py) of attention (LRA's Transformer), s4, s4d, s5 or lru, up to 500,000 steps. `size=smoke`
-shows on a CPU that it runs. Test scores are of the step that validation chose. `start` is for self-pretraining
-(configs/pretraining.py).
+shows on a CPU that it runs. Test scores are of the step that validation chose.
+
+`window` cuts what each layer sees (configs/window.py): feeds `locality`. `start` is for self-pretraining
+(configs/pretraining.py): feeds `self_pretraining`.
 """
 
 from ml_collections import ConfigDict
 
-from configs import archs, base, pretraining, recipes
+from configs import archs, base, pretraining, recipes, window
 from configs.argument import parse
 from model.errors import choose
 
@@ -46,7 +48,16 @@ SSM_LR = 0.25  # factor for a state space's own parameters: at most 1e-3 at the 
 
 
 def get_config(argument: str = "") -> ConfigDict:
-    arg = parse(argument, task="image", arch="s4d", protocol="s4", size="small", start="scratch", root="downloads")
+    arg = parse(
+        argument,
+        task="image",
+        arch="s4d",
+        protocol="s4",
+        size="small",
+        start="scratch",
+        window=0,
+        root="downloads",
+    )
     name, protocols, steps, batch_size = choose("task", arg.task, TASKS)
     section = choose("protocol", arg.protocol, protocols)
     c = base.get_config()
@@ -64,9 +75,11 @@ def get_config(argument: str = "") -> ConfigDict:
             c.data[name].update(PUBLISHED.get(arg.task, {}))
     if arg.size == "smoke":
         c.data[name].update(SMOKE.get(arg.task, {}))
-        c.steps, c.batch_size, c.eval_batches, c.log_every, c.optim.warmup = 40, 8, 4, 10, 10
+        c.steps, c.batch_size = (20, 2) if arg.task in PIXELS else (40, 8)  # rows of a thousand pixels and more
+        c.eval_batches, c.log_every, c.optim.warmup = 4, 10, 10
     c.eval_every = c.checkpoint_every = max(c.steps // 20, 20)
     archs.read_bidirectionally(c)
+    window.use(c, arg.window)
     if arg.task in PAIRS:
         c.model.kind = "towers"
     tokens = arg.task not in PIXELS or arg.protocol == "lra"

@@ -21,7 +21,7 @@ from experiments.tables import rows, sources
 from experiments.tables.definitions import TABLES
 from experiments.tables.layout import sheet
 from experiments.tables.publish import publish, show
-from experiments.tables.table import SCALES, Table, choose_scale, layout
+from experiments.tables.table import SCALES, Table, choose_scale, layout, with_a_place
 from model.errors import UserError, choose
 from model.settings import Count, Name
 from train import cli
@@ -68,7 +68,7 @@ def reproduce(table: Table, scale: str, out: Path) -> int:
     tally = campaign.carry_out(planned, out, JOBS.value)
     if tally.stopped:
         return campaign.exit_code(tally)
-    filled = [row for row in rows.read_rows(out / "rows.jsonl") if row["run"] in planned]
+    filled = with_a_place(table, (row for row in rows.read_rows(out / "rows.jsonl") if row["run"] in planned))
     shown = layout(table, scale)
     part = [f"only {ONLY.value}"] if ONLY.value is not None else []
     title = ", ".join([shown.title, *part, *(f"{key}={value}" for key, value in changed.items())])

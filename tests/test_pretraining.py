@@ -4,8 +4,12 @@ import jax
 import numpy as np
 import pytest
 
+from configs import pretraining
 from data import build
 from data.pipeline import batch_at
+from experiments.running import campaign
+from experiments.tables.definitions import TABLES
+from experiments.tables.table import with_a_place
 from model.errors import UserError
 from train import config as configs
 from train.checkpoint import load_params
@@ -104,3 +108,31 @@ def test_a_task_begins_with_what_its_inputs_taught(how, tmp_path):
 def prepared(folder):
     """The shapes of a run's parameters."""
     return prepare(configs.load(str(folder / "config.json"))).abstract.params
+
+
+def test_a_class_is_read_off_what_both_runs_have():
+    """LRA's Transformer reads it off a vector in front, which a causal model would not show the others."""
+    spec = "configs/lra.py:task=listops,arch=attention,size=paper"
+    assert [configs.load(f"{spec},start={start}").model.pool for start in pretraining.STARTS] == ["cls"] + ["mean"] * 4
+
+
+@pytest.mark.parametrize("scale", ["smoke", "small", "paper"])
+def test_a_table_shows_the_task_and_not_what_came_before(scale, tmp_path):
+    table = TABLES["self_pretraining"]
+    rows = [
+        {"run": name, "labels": dict(item.run.labels), "begins": item.run.source_name, "config": item.run.config}
+        for name, item in campaign.plan(table.runs(scale), tmp_path).items()
+    ]
+    shown = with_a_place(table, rows)
+    assert {row["labels"]["start"] for row in shown} == {"scratch", "masked", "causal"}
+    assert {row["run"] for row in rows} - {row["run"] for row in shown} == {row["begins"] for row in shown} - {""}
+    for row in shown:
+        way = row["labels"]["start"]
+        assert row["config"].endswith("scratch" if way == "scratch" else f"from_{way}")
+        assert way == "scratch" or f"start={way}" in row["begins"]
+
+
+def test_all_runs_of_other_tables_have_a_place():
+    for name, table in TABLES.items():
+        rows = [{"labels": run.labels} for run in table.runs("smoke")]
+        assert name == "self_pretraining" or with_a_place(table, rows) == rows

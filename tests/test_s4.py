@@ -207,7 +207,7 @@ def test_textbook_impulse(form):
         (mimo_system(A[0], 0.5 * one, one), (1, 1)),
     ):
         start = jnp.zeros(shape, jnp.complex64)
-        y = system.convolution(unit) if form == "convolution" else system.recurrence(unit, start, Context(), form)[0]
+        y = system.convolved(unit) if form == "convolution" else system.recurrence(unit, start, Context(), form)[0]
         np.testing.assert_allclose(y.ravel(), impulse, atol=1e-6)
 
 

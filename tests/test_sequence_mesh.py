@@ -15,7 +15,7 @@ from model.documents import document_positions, open_reading
 from model.mixers import MIXERS
 from model.mixers.rwkv import wkv
 from model.mixers.s4 import dplr_kernel, dplr_recurrence
-from model.ops.conv import long_conv, shift, short_conv
+from model.ops.conv import long_conv, shift, short_conv, window_conv
 from model.ops.ssd import ssd
 from model.ops.stretches import gathers
 from model.ops.wkv import wkv6
@@ -79,6 +79,11 @@ def plain_neighbours(x, kernel, past):
     return short_conv(x, kernel, kernel[0], past), shift(x, past[:, -1:])
 
 
+def in_window(u, kernel, past):
+    """More lags than a device has tokens."""
+    return window_conv(u, past, lambda k, W: k.T, (kernel,), W=15, reach=jnp.asarray(POSITIONS), real=jnp.asarray(REAL))
+
+
 CHANNELS, PAIR, HEADS = (B, L, 6), (B, L, 2, 5), (B, L, 4, 3)
 VECTOR = (6, 4)  # six channels for eight devices, or three for four: they do not divide
 MODES = dict(real=VECTOR, imag=VECTOR, P=VECTOR, B=VECTOR, C=VECTOR, log_dt=(6,))
@@ -90,6 +95,7 @@ OPS = {
     s4_in_documents: dict(u=CHANNELS) | MODES | dict(h0=(B, *VECTOR)),
     of_neighbours: dict(x=CHANNELS, kernel=(4, 6), past=(B, 3, 6)),
     plain_neighbours: dict(x=CHANNELS, kernel=(4, 6), past=(B, 3, 6)),
+    in_window: dict(u=CHANNELS, kernel=(6, 15), past=(B, 14, 6)),
 }
 
 

@@ -33,14 +33,16 @@ VARIANTS = {
     ],
     "b2s6": [{"blocks": 2, "state": 8}],
     "gru": [{"hidden": 12}],
+    "lru": [{"window": 4}],
     "lstm": [{"hidden": 12}],
     "mamba": [{"norm": "learned", "dt_rank": 4}],
     "mamba2": [{"head_dim": 4, "n_groups": 2, "state": 8}],
     "mla": [{"q_rank": 8}, {"n_heads": 3, "head_dim": 6, "v_dim": 10}],
     "rglru": [{"inner": 24, "n_heads": 2}],
     "rwkv6": [{"head_dim": 8, "mix_rank": 3}],
-    "s4d": [{"A_init": "inv", "state": 8}, {"A_init": "legs", "discretisation": "bilinear", "state": 8}],
-    "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}],
+    "s4": [{"window": 4}],
+    "s4d": [{"A_init": "inv", "state": 8}, {"A_init": "legs", "discretisation": "bilinear", "state": 8}, {"window": 4}],
+    "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
 }
 REFERENCE = {"attention": "reference", "mla": "reference"}
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
@@ -102,7 +104,9 @@ def make(case, **options) -> Mixer:
 
 
 def reference(case) -> str:
-    return REFERENCE.get(case[0], "sequential")
+    """The slow, obvious form; of a kernel cut to a window, which has no recurrence, that by transforms."""
+    cut = "window" in case[1] and not MIXERS[case[0]].softmax
+    return "convolution" if cut else REFERENCE.get(case[0], "sequential")
 
 
 def inputs(B: int, L: int, seed: int = 0, dtype=jnp.float32) -> jax.Array:

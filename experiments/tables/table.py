@@ -17,6 +17,7 @@ from itertools import product
 from experiments.running.runs import RunSpec, Value
 from experiments.tables.layout import Layout
 from experiments.tables.published import Quotes
+from experiments.tables.rows import Row
 from model.errors import UserError, closest
 
 SCALES = {
@@ -30,7 +31,7 @@ SCALES = {
 class Table:
     name: str
     description: str  # one line
-    runs: Callable[[str], list[RunSpec]]  # scale -> runs
+    runs: Callable[[str], list[RunSpec]]  # scale -> runs; those that only others begin with lack a label of its places
     scales: tuple[str, ...]  # those it can be run at; the first is the default
     by: tuple[str, ...]  # labels that name its lines
     across: str | None  # label that names its columns
@@ -68,6 +69,13 @@ def choose_scale(table: Table, given: str | None) -> str:
         return given or table.scales[0]
     allowed = f"{', '.join(table.scales)}{closest(given, table.scales)}"
     raise UserError(f"table {table.name} has no scale {given!r}; choose from {allowed}")
+
+
+def with_a_place(table: Table, rows: Iterable[Row]) -> list[Row]:
+    """The rows that a table shows, and not those of runs that others begin with."""
+    rows = list(rows)
+    named = {key for row in rows for key in row["labels"]} & {*table.by, table.across}
+    return [row for row in rows if named <= row["labels"].keys()]
 
 
 def layout(table: Table, scale: str) -> Layout:

@@ -9,7 +9,7 @@ import numpy as np
 
 from model.errors import UserError
 from model.mixers.s5 import mimo_system
-from model.mixers.state_space import StateSpace, System, paired
+from model.mixers.state_space import Invariant, System, paired
 from model.settings import Fraction, above, at_most
 
 
@@ -27,7 +27,7 @@ def log_phase(max_phase: float) -> nn.initializers.Initializer:
     return lambda key, shape, dtype: jnp.log(max_phase * jax.random.uniform(key, shape, dtype, jnp.finfo(dtype).tiny))
 
 
-class LRU(StateSpace):
+class LRU(Invariant):
     """LRU: complex modes on a ring inside the unit circle, and inputs scaled so that the state keeps its size."""
 
     r_min: Fraction = 0.9

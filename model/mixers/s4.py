@@ -16,7 +16,7 @@ from jax import lax
 
 from model.contract import Context
 from model.mixers.state_space import Continuous, System, check_length, filled, marks, paired
-from model.ops.conv import TOKENS, long_conv
+from model.ops.conv import TOKENS
 from model.ops.hippo import legs_modes
 from model.ops.stretches import by_channels
 
@@ -156,7 +156,7 @@ class S4(Continuous):
 
         def system(C):
             return System(
-                lambda u: long_conv(u, dplr_kernel, (Lambda, P, B, C, dt)),
+                lambda u, past, convolve: convolve(u, past, dplr_kernel, (Lambda, P, B, C, dt)),
                 lambda u, h0, ctx, form: dplr_recurrence(u, Lambda, P, B, C, dt, h0, ctx, form),
             )
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from model.contract import Context
 from model.mixers.state_space import DISCRETISATIONS, Continuous, System, diagonal_recurrence, impulse
-from model.ops.conv import long_conv
 from model.ops.hippo import legs_modes
 
 # Imaginary parts of A; the real part starts at -1/2, or for `real` at -(n + 1). N modes stand for 2N (conjugate pairs).
@@ -59,8 +58,9 @@ def s4d_recurrence(
 
 def s4d_system(A: jax.Array, C: jax.Array, dt: jax.Array, discretisation: str) -> System:
     """Both forms of one diagonal state space per channel."""
+    kernel = partial(s4d_kernel, discretisation=discretisation)
     return System(
-        lambda u: long_conv(u, partial(s4d_kernel, discretisation=discretisation), (A, C, dt)),
+        lambda u, past, convolve: convolve(u, past, kernel, (A, C, dt)),
         lambda u, h0, ctx, form: s4d_recurrence(u, A, C, dt, h0, ctx, form, discretisation),
     )
 

@@ -9,7 +9,6 @@ import numpy as np
 
 from model.layers import check_divides
 from model.mixers.state_space import DISCRETISATIONS, Continuous, System, diagonal_recurrence, paired, powers
-from model.ops.conv import long_conv
 from model.ops.hippo import legs_modes
 from model.settings import Dim
 
@@ -30,7 +29,7 @@ def mimo_system(log_A: jax.Array, B: jax.Array, C: jax.Array) -> System:
     The convolution is of the modes: all their states exist at once, where a scan holds those of a chunk.
     """
     return System(
-        lambda u: out_of_state(long_conv(into_state(u, B), powers, (log_A,)), C),
+        lambda u, past, convolve: out_of_state(convolve(into_state(u, B), into_state(past, B), powers, (log_A,)), C),
         lambda u, h0, ctx, form: diagonal_recurrence(jnp.exp(log_A), B, C, into_state, out_of_state, u, h0, ctx, form),
     )
 

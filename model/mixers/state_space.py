@@ -14,15 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from model.contract import Context, Mixer, State, wide
-from model.documents import looking_back, reverse
+from model.documents import looking_back, neighbours, reverse
 from model.errors import UserError
 from model.layers import dense
+from model.ops.conv import conv_tail, whole_conv, window_conv
 from model.ops.scan import IMPLEMENTATIONS as SCANS
 from model.ops.scan import diagonal_scan
 from model.ops.turns import float_turns, times
-from model.settings import WIDEST, Positive, even, within
+from model.settings import WIDEST, Length, Positive, even, within
 
 Array = jax.Array
+Convolve = Callable[..., Array]  # by `whole_conv` or `window_conv`
 
 
 def zoh(A: Array, dt: Array) -> tuple[Array, Array]:
@@ -120,8 +122,28 @@ def marks(ctx: Context) -> dict[str, Array]:
 class System(NamedTuple):
     """A state space with its parameters, in two forms that are equal; in one, where tokens change the system."""
 
-    convolution: Callable[[Array], Array] | None  # u -> y, both [B, L, D]
+    convolution: Callable[[Array, Array, Convolve], Array] | None  # u [B, L, D], the inputs before it, how -> y
     recurrence: Callable[[Array, Array, Context, str | None], tuple[Array, Array]]  # u, h0, ctx, form -> y, last state
+
+    def convolved(self, u: Array) -> Array:
+        """The outputs of inputs that have nothing before them."""
+        return self.convolution(u, u[:, :0], whole_conv)
+
+
+def windowed(system: System, W: int) -> System:
+    """The same with a kernel that is zero from lag W on. That needs no state but the last inputs."""
+
+    def recurrence(u, past, ctx, form):
+        if form is not None:
+            raise UserError(
+                f"implementation {form!r} is of a recurrence, and a kernel cut to window {W} has none; "
+                "allowed: None, convolution"
+            )
+        reach, real = neighbours(ctx)
+        y = system.convolution(u, past, partial(window_conv, W=W, reach=reach, real=real))
+        return y, conv_tail(u, past, real)
+
+    return System(lambda u, past, convolve: system.convolution(u, past, partial(convolve, W=W)), recurrence)
 
 
 class StateSpace(Mixer):
@@ -169,7 +191,7 @@ class StateSpace(Mixer):
                 f"{self.label}'s convolution cannot carry a state or reset at documents; set implementation=None"
             )
         if form == "convolution" or (form is None and plain and self.convolves):
-            return system.convolution(u), None
+            return system.convolved(u), None
         h0 = self.init_state(u.shape[0], 0) if state is None else state
         y, h = system.recurrence(u, h0, ctx, form)
         return y, None if state is None else h
@@ -201,7 +223,30 @@ class StateSpace(Mixer):
         return 2 * int(np.prod(self.state_shape())) * jnp.dtype(wide(self.dtype)).itemsize
 
 
-class Continuous(StateSpace):
+class Invariant(StateSpace):
+    """A state space that is the same at every token, and so a convolution, whose kernel may be cut to a window."""
+
+    window: Length | None = None  # a token sees those less than this far away; None: all
+
+    def mix(self, system: System, u: Array, ctx: Context, state: State) -> tuple[Array, State]:
+        return super().mix(system if self.window is None else windowed(system, self.window), u, ctx, state)
+
+    def init_state(self, batch: int, max_len: int) -> State:
+        if self.window is None:
+            return super().init_state(batch, max_len)
+        return jnp.zeros((batch, self.seen(max_len), self.width), wide(self.dtype))
+
+    def state_bytes(self, length: int) -> int:
+        if self.window is None:
+            return super().state_bytes(length)
+        return self.seen(length) * self.width * jnp.dtype(wide(self.dtype)).itemsize
+
+    def seen(self, length: int) -> int:
+        """How many of so many inputs the next token sees."""
+        return min(self.window - 1, length)
+
+
+class Continuous(Invariant):
     """A state space in continuous time, made discrete by steps that are learned."""
 
     dt_min: Positive = 0.001

@@ -1,17 +1,21 @@
 """Causal convolutions along the length: long ones by FFT, short depthwise ones directly."""
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from model.ops.stretches import by_channels, of_earlier, on_stretches
 
 TOKENS = ("batch", "length", "inner")  # of what is convolved
 
+Kernel = Callable[..., jax.Array]  # weights, L -> [L, D]
 
-def long_conv(u: jax.Array, kernel: Callable[..., jax.Array], weights: tuple[jax.Array, ...]) -> jax.Array:
+
+def long_conv(u: jax.Array, kernel: Kernel, weights: tuple[jax.Array, ...]) -> jax.Array:
     """The convolution of u `[B, L, D]` with `kernel(*weights, L)`, `[L, D]`, of weights that have channels in front.
 
     Devices that share the length share channels here, kernels included: a transform needs all tokens.
@@ -23,6 +27,53 @@ def long_conv(u: jax.Array, kernel: Callable[..., jax.Array], weights: tuple[jax
     axes = [("inner", *[None] * (leaf.ndim - 1)) for leaf in weights]
     (y,) = by_channels(run, (u, *weights), (TOKENS, *axes), (TOKENS,))
     return y
+
+
+def whole_conv(
+    u: jax.Array, past: jax.Array, kernel: Kernel, weights: tuple[jax.Array, ...], *, W: int | None = None
+) -> jax.Array:
+    """`long_conv` behind an empty past; given W, with a kernel that is zero from that lag on."""
+    if W is None:
+        return long_conv(u, kernel, weights)
+
+    def cut(*made):
+        *weights, L = made
+        return jnp.pad(kernel(*weights, min(W, L)), [(0, max(L - W, 0)), (0, 0)])
+
+    return long_conv(u, cut, weights)
+
+
+def window_conv(
+    u: jax.Array,
+    past: jax.Array,
+    kernel: Kernel,
+    weights: tuple[jax.Array, ...],
+    *,
+    W: int,
+    reach: jax.Array | None = None,
+    real: jax.Array | None = None,
+) -> jax.Array:
+    """The same, one lag after another: behind any number of inputs and in documents.
+
+    past: [B, P, D], the last inputs, zeros where there were fewer; reach, real: as `short_conv` has them.
+    """
+    W = min(W, past.shape[1] + u.shape[1])
+    past = jnp.pad(past, [(0, 0), (W - 1, 0), (0, 0)])[:, past.shape[1] :]
+
+    def convolve(x, past, reach, taps):
+        window = jnp.concatenate([past, x], axis=1)
+
+        @partial(jax.checkpoint, prevent_cse=False)  # else what each lag sees is kept for the gradient
+        def add(y, at):
+            lag, tap = at
+            seen = lax.dynamic_slice_in_dim(window, W - 1 - lag, x.shape[1], axis=1)
+            if reach is not None:
+                seen = jnp.where((reach >= lag)[..., None], seen, 0)
+            return y + tap * seen, None
+
+        return lax.scan(add, jnp.zeros_like(x), (jnp.arange(W), taps))[0]
+
+    return skipping(convolve, u, past, reach, real, kernel(*weights, W))
 
 
 def fft_conv(u: jax.Array, kernel: jax.Array) -> jax.Array:

@@ -9,7 +9,8 @@ release: do two Wikipedia articles link to each other (wiki_links)? `protocol=lr
 `protocol=s4` what S4 and those after it feed: real pixels; of texts, characters with an end mark. Feeds `lra`.
 
 Rows are read bidirectionally by whatever can. `size=small` is for one accelerator: every architecture with as many
-parameters as attention of 4 layers and width 128 (configs/archs.py), minutes a run. `size=paper` has the published
+parameters as attention of 4 layers and width 128 (configs/archs.py), minutes a run; `size=medium` is 6 layers of width
+256 with more dropout and several times the steps: feeds `lra_medium`. `size=paper` has the published
 recipe (configs/recipes.py) of attention (LRA's Transformer), s4, s4d, s5 or lru, up to 500,000 steps. `size=smoke`
 shows on a CPU that it runs. Test scores are of the step that validation chose.
 
@@ -33,6 +34,7 @@ TASKS = {
     "pathfinder": ("pathfinder", {"lra": dict(side=32), "s4": dict(side=32)}, 10_000, 64),
     "pathx": ("pathfinder", {"lra": dict(side=128), "s4": dict(side=128)}, 20_000, 16),
 }
+LONGER = 4  # times as many steps, where models are medium
 PAIRS = ("retrieval", "links")
 PIXELS = ("image", "pathfinder", "pathx")
 PUBLISHED = {"text": dict(length=4096), "retrieval": dict(length=4000)}  # of protocol s4
@@ -67,8 +69,10 @@ def get_config(argument: str = "") -> ConfigDict:
     c.steps, c.batch_size = steps, batch_size
     c.optim.update(lr=2e-3, warmup=steps // 20, weight_decay=0.05, ssm_lr=SSM_LR)
     c.model.update(norm="layernorm", dropout=0.1)
-    choose("size", arg.size, dict.fromkeys(("smoke", "small", "paper")))
-    archs.use_matched(c, arg.arch, "tiny" if arg.size == "smoke" else "small")
+    sizes = {"smoke": "tiny", "small": "small", "medium": "medium", "paper": "small"}
+    archs.use_matched(c, arg.arch, choose("size", arg.size, sizes))
+    if arg.size == "medium":
+        c.steps, c.optim.warmup, c.model.dropout = LONGER * steps, LONGER * steps // 20, 0.2
     if arg.size == "paper":
         recipes.use(c, arg.arch, "retrieval" if arg.task == "links" else arg.task)
         if arg.protocol == "s4":

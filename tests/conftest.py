@@ -43,6 +43,14 @@ def thin_out(items):
                 item.add_marker(pytest.mark.scale)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def in_process():
+    """Examples are made in the process that tests look into; tests/test_workers.py is about those that are not."""
+    from data import pipeline  # once the environment above is set
+
+    pipeline.WORKERS.count = 0
+
+
 @pytest.fixture(scope="session")
 def book(tmp_path_factory):
     path = tmp_path_factory.mktemp("book") / "book.txt"

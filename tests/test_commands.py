@@ -79,6 +79,10 @@ def test_a_mistake_as_a_shell_sees_it(module):
             "unknown arch 'mamb'.*closest: mamba",
         ),
         (["train", "--config=configs/debug.py:size=3", "--workdir=x"], "unknown config argument 'size=3'"),
+        (
+            ["train", "--config=configs/debug.py:arch=s4d,arch=gru", "--workdir=x"],
+            "argument arch is given twice, as 's4d'",
+        ),
         (["train", "--config=configs/recall.py:width=wide", "--workdir=x"], "width is 'wide'; it takes a whole number"),
         (["train", "--config=configs/recall.py:pairs=14", "--workdir=x"], "pairs 14; .* 4, 8, 16, 64; closest: 16"),
         (["train", CONFIG], "--workdir is missing"),

@@ -53,6 +53,19 @@ def lra(scale: str) -> list[RunSpec]:
     return over_grid(runs, {"optim.lr": RATES}) if scale == "small" else runs
 
 
+def medium(scale: str) -> list[RunSpec]:
+    """Larger models that are trained for longer, at one rate."""
+    tasks = choose("scale", scale, {"small": ("listops", "text", "image", "pathfinder"), "smoke": ("listops",)})
+    return [
+        RunSpec(
+            f"configs/lra.py:task={task},arch={arch},size={'medium' if scale == 'small' else scale}",
+            {"seed": seed},
+            {"arch": arch, "task": task},
+        )
+        for task, arch, seed in product(tasks, ("attention", "s4d", "s5"), range(1 if scale == "smoke" else 2))
+    ]
+
+
 def protocol(arch: str, scale: str) -> str:
     """As published; in small all read the same."""
     return "lra" if scale == "paper" and arch == "attention" else "s4"
@@ -163,6 +176,16 @@ TABLES = [
         across="task",
         metric="test/accuracy",
         tuned=("lr",),
+        published=quotes,
+    ),
+    Table(
+        name="lra_medium",
+        description="Long Range Arena by models of 6 layers of width 256, trained four times as long",
+        runs=medium,
+        scales=("small", "smoke"),
+        by=("arch",),
+        across="task",
+        metric="test/accuracy",
         published=quotes,
     ),
     Table(

@@ -155,6 +155,7 @@ def test_none_outlives_the_process_that_asked(sign):
         found = [int(word) for word in asking.stdout.readline().split()]
         assert len(found) == 2 and all(map(alive, found))
         asking.send_signal(sign)
+        asking.communicate()  # it may be printing still
     assert asking.returncode == -sign and eventually(lambda: not any(map(alive, found)))
 
 

@@ -32,7 +32,7 @@ SETTINGS = {"mamba2": dict(head_dim=16, state=16)}
 
 def mixer_step(mixer, mesh, packed=False):
     """The program of a mixer's value and gradients on a mesh."""
-    x = jax.ShapeDtypeStruct((16, LENGTH, WIDTH), mixer.dtype)
+    x = jax.ShapeDtypeStruct((256, LENGTH, WIDTH), mixer.dtype)
     places = jax.ShapeDtypeStruct(x.shape[:2], jnp.int32)
 
     def objective(variables, x, positions, segments):
@@ -63,9 +63,22 @@ def test_every_mixer_lowers(name, chip):
     assert ("ssd_states" in few) == (chip == "gpu" and name == "mamba2")
 
 
-# The attention op
-
 PURE = [{axis: size} for axis in ("data", "fsdp", "tensor", "sequence") for size in (4, 256)]
+
+
+@pytest.mark.parametrize("chip", ["tpu", "gpu"])
+@pytest.mark.parametrize("name", MIXERS)
+def test_every_mixer_lowers_on_every_axis(name, chip):
+    """Alone: of 4 devices on one platform and of 256 on the other, in turn."""
+    cls = MIXERS[name]
+    settings = SETTINGS.get(name, {}) | ({"position": POSITIONS["rope"]} if cls.softmax else {})
+    turns = [PURE[0], PURE[3], PURE[4], PURE[7]] if chip == "tpu" else [PURE[1], PURE[2], PURE[5], PURE[6]]
+    assert sorted(axis for sizes in turns for axis in sizes) == ["data", "fsdp", "sequence", "tensor"]
+    for sizes in turns:
+        assert "stablehlo" in mixer_step(cls(width=WIDTH, dtype=jnp.bfloat16, **settings), mesh_of(chip, **sizes))
+
+
+# The attention op
 
 
 def arrays(mesh, dtype, heads=None, dims=(16, 16, 16)):

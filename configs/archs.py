@@ -7,6 +7,7 @@ layers, or are wider.
 
 from ml_collections import ConfigDict
 
+from model.entries import entry
 from model.errors import choose
 from model.mixers import MIXERS
 
@@ -128,8 +129,8 @@ def use_matched(config: ConfigDict, arch: str, size: str) -> None:
 
 def read_bidirectionally(config: ConfigDict) -> None:
     """Lets all tokens see all others, unless a mixer runs forward only."""
-    kinds = (config.model[name].mixer if name not in MIXERS else name for name in config.model.mixers)
-    config.model.causal = any(MIXERS[kind].forward_only for kind in kinds)
+    kinds = (MIXERS[entry(config.model, name).mixer] for name in config.model.mixers)
+    config.model.causal = any(kind.forward_only for kind in kinds)
 
 
 def use_bare(config: ConfigDict, arch: str, width: int = 64) -> None:

@@ -18,6 +18,9 @@ class Copied(Task):
     kind: ClassVar[str] = "lm"
     block: ClassVar[int] = 64
 
+    def check(self) -> None:
+        self.bound("n_tokens", 1, self.length // 2, f"half of length {self.length}")
+
     def asked_of(self, inputs: np.ndarray, tokens: np.ndarray) -> Example:
         """Rows `[B, L]` that hold these tokens `[B, Q]`."""
         (B, L), Q = inputs.shape, tokens.shape[1]
@@ -55,9 +58,6 @@ class Copying(Copied):
     length: Annotated[int, within(2, LONGEST)] = 256  # tokens: those to be copied, silence, and marks
     vocab_size: Annotated[int, within(3, WIDEST)] = 10  # silence and mark included
     n_tokens: Length = 10  # to be copied
-
-    def check(self) -> None:
-        self.bound("n_tokens", 1, self.length // 2, f"half of length {self.length}")
 
     def examples(self, split: str, index: int, rng: np.random.Generator) -> Example:
         B, L, V, Q = self.block, self.length, self.vocab_size, self.n_tokens

@@ -14,9 +14,8 @@ import numpy as np
 from data.task import Example
 
 Key = TypeVar("Key", bound=Hashable)
-Make = Callable[
-    [Sequence[Key]], Iterator[tuple[Key, Example]]
-]  # makes blocks, and gives each with its key, in any order
+# Makes blocks, and gives each with its key, in any order.
+Make = Callable[[Sequence[Key]], Iterator[tuple[Key, Example]]]
 
 
 class Blocks:
@@ -34,9 +33,8 @@ class Blocks:
             for key in found:
                 self._blocks.move_to_end(key)
         missing = [key for key in dict.fromkeys(keys) if key not in found]
-        for key, made in make(
-            missing
-        ):  # outside the lock: blocks that another thread has in hand are no reason to wait
+        # Outside the lock: blocks that another thread has in hand are no reason to wait.
+        for key, made in make(missing):
             found[key] = made
             self._keep(key, made)
         return found

@@ -25,9 +25,6 @@ class SelectiveCopying(Copied):
     vocab_size: Annotated[int, within(3, WIDEST)] = 16  # noise and marker included
     n_tokens: Length = 16  # to be copied
 
-    def check(self) -> None:
-        self.bound("n_tokens", 1, self.length // 2, f"half of length {self.length}")
-
     def examples(self, split: str, index: int, rng: np.random.Generator) -> Example:
         B, L, V, Q = self.block, self.length, self.vocab_size, self.n_tokens
         tokens = rng.integers(1, V - 1, (B, Q), dtype=np.int32)

@@ -10,9 +10,9 @@ release: do two Wikipedia articles link to each other (wiki_links)? `protocol=lr
 
 Rows are read bidirectionally by whatever can. `size=small` is for one accelerator: every architecture with as many
 parameters as attention of 4 layers and width 128 (configs/archs.py), minutes a run; `size=medium` is 6 layers of width
-256 with more dropout and four times the steps: feeds `lra_medium`. `size=paper` has the published recipe
-(configs/recipes.py) of attention (LRA's Transformer), s4, s4d, s5 or lru, up to 500,000 steps. `size=smoke` shows on a
-CPU that it runs. Test scores are of the step that validation chose.
+256 with more dropout and four times the steps: feeds `lra_medium`. The activations of both are in bfloat16.
+`size=paper` has the published recipe (configs/recipes.py) of attention (LRA's Transformer), s4, s4d, s5 or lru, up to
+500,000 steps. `size=smoke` shows on a CPU that it runs. Test scores are of the step that validation chose.
 
 `window` cuts what each layer sees (configs/window.py): feeds `locality`. `start` is for self-pretraining
 (configs/pretraining.py): feeds `self_pretraining`.
@@ -35,6 +35,7 @@ TASKS = {
     "pathx": ("pathfinder", {"lra": dict(side=128), "s4": dict(side=128)}, 20_000, 16),
 }
 LONGER = 4  # times as many steps, where models are medium
+VALIDATIONS = {"text": 5, "pathfinder": 10}  # in a run, where they have 20,000 rows and more; else 20
 PAIRS = ("retrieval", "links")
 PIXELS = ("image", "pathfinder", "pathx")
 PUBLISHED = {"text": dict(length=4096), "retrieval": dict(length=4000)}  # of protocol s4
@@ -71,6 +72,8 @@ def get_config(argument: str = "") -> ConfigDict:
     c.model.update(norm="layernorm", dropout=0.1)
     sizes = {"smoke": "tiny", "small": "small", "medium": "medium", "paper": "small"}
     archs.use_matched(c, arg.arch, choose("size", arg.size, sizes))
+    if arg.size in ("small", "medium"):
+        c.model.dtype = "bfloat16"
     if arg.size == "medium":
         c.steps, c.optim.warmup, c.model.dropout = LONGER * steps, LONGER * steps // 20, 0.2
     if arg.size == "paper":
@@ -81,7 +84,8 @@ def get_config(argument: str = "") -> ConfigDict:
         c.data[name].update(SMOKE.get(arg.task, {}))
         c.steps, c.batch_size = (20, 2) if arg.task in PIXELS else (40, 8)  # rows of a thousand pixels and more
         c.eval_batches, c.log_every, c.optim.warmup = 4, 10, 10
-    c.eval_every = c.checkpoint_every = max(c.steps // 20, 20)
+    c.checkpoint_every = max(c.steps // 20, 20)
+    c.eval_every = max(c.steps // VALIDATIONS.get(arg.task, 20), 20)
     archs.read_bidirectionally(c)
     window.use(c, arg.window)
     if arg.task in PAIRS:

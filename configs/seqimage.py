@@ -31,7 +31,7 @@ def get_config(argument: str = "") -> ConfigDict:
     model, steps = choose("size", arg.size, {"small": ("small", EPOCHS * n // BATCH), "smoke": ("tiny", 20)})
     c = base.get_config()
     archs.use_matched(c, arg.arch, model)
-    c.model.update(norm="layernorm", dropout=0.1)
+    c.model.update(norm="layernorm", dropout=0.1, dtype="bfloat16" if arg.size == "small" else "float32")
     archs.read_bidirectionally(c)
     c.data.task, c.data[name] = name, dict(section, root=arg.root)
     c.steps, c.batch_size, c.test_at = steps, BATCH, "best"

@@ -28,14 +28,10 @@ class Settings:
 
 def moments(x: jax.Array, segments: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Mean and variance `[D]` of the real tokens of x `[B, L, D]`, and their number."""
-    real = jnp.ones(x.shape[:2], bool) if segments is None else segments > 0
+    real = jnp.ones((*x.shape[:2], 1), bool) if segments is None else segments[..., None] > 0
     n = jnp.maximum(jnp.sum(real, dtype=x.dtype), 1)
-
-    def mean(x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where(real[..., None], x, 0), axis=(0, 1)) / n
-
-    first = mean(x)
-    return first, mean(jnp.square(x - first)), n
+    mean = jnp.sum(jnp.where(real, x, 0), axis=(0, 1)) / n
+    return mean, jnp.sum(jnp.where(real, jnp.square(x - mean), 0), axis=(0, 1)) / n, n
 
 
 class BatchNorm(nn.Module):
@@ -52,6 +48,8 @@ class BatchNorm(nn.Module):
         scale, bias = self.param("scale", ones, shape, f), self.param("bias", zeros, shape, f)
         mean, var = (self.param(name, init, shape, f) for name, init in zip(RUNNING, (zeros, ones), strict=True))
         x = x.astype(f)
+        if ctx.segments is not None:
+            x = jnp.where(ctx.segments[..., None] > 0, x, 0)  # else gradients are not finite where padding is not
         if ctx.train:
             old, (mean, var, n) = (mean, var), moments(x, ctx.segments)
             for name, before, now in zip(RUNNING, old, (mean, var * n / jnp.maximum(n - 1, 1)), strict=True):

@@ -132,6 +132,7 @@ def test_narrow_vectors_have_wide_statistics():
 # In a model
 
 
+@pytest.mark.scale
 def test_looped_unrolled_and_rematerialised_measure_the_same():
     settings = dict(norm="batchnorm", batchnorm=dict(momentum=0.9), causal=False, mlp="none", norm_order="sandwich")
     settings |= dict(mixers=("attention", "attention"), layers=5, embed_norm="after")
@@ -156,6 +157,7 @@ def test_looped_unrolled_and_rematerialised_measure_the_same():
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5), other, found[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("order", ["sandwich", "post"])
 def test_no_norm_of_a_model_counts_padding(order):
     """Wherever it stands, behind the rows or between their tokens, whatever tokens it has and how many."""
@@ -214,6 +216,7 @@ MESHES = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_eight_devices_measure_what_one_does(mesh):
     """Statistics are of the whole batch, however its rows and tokens are shared out."""

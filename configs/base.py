@@ -1,9 +1,9 @@
 """Every knob that no mixer, position, task or objective has for itself: what it may be, its default, what it does.
 
-Some keys are choices: `model.kind`, `model.mixers`, `model.encoder_mixers`, `model.position`, `model.mlp`, `data.task`
-and `objective.kind`. Each brings a section named after what was chosen, filled with that choice's own defaults
-(`model.mamba.state`, `model.rope.theta`, `data.mqar.length`, `objective.masked.rate`), so a config states only what
-differs and a run's `config.json` holds only what it used.
+Some keys are choices: `model.kind`, `model.mixers`, `model.encoder_mixers`, `model.position`, `model.norm`,
+`model.mlp`, `data.task` and `objective.kind`. Each brings a section named after what was chosen, filled with that
+choice's own defaults (`model.mamba.state`, `model.rope.theta`, `data.mqar.length`, `objective.masked.rate`), so a
+config states only what differs and a run's `config.json` holds only what it used.
 
 Layers that share a mixer may differ: a name of one's own in `model.mixers` has a section that says which mixer it is
 (`model.local.mixer`), perhaps a position of its own (`model.local.position`, `model.local.rope.theta`), and whatever
@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from data import TASKS
 from model.block import NORM_ORDERS
 from model.build import DTYPES, KINDS
-from model.layers import NORMS
+from model.layers import STREAM_NORMS
 from model.mixers import MIXERS
 from model.mlps import MLPS
 from model.positions import POSITIONS
@@ -56,7 +56,7 @@ class Model:
     encoder_mixers: tuple[Literal[*MIXERS], ...] = ()  # cycled over those; (): the same as mixers
     position: Literal[*POSITIONS] = "none"
     causal: bool = True
-    norm: Literal[*NORMS] = "rmsnorm"
+    norm: Literal[*STREAM_NORMS] = "rmsnorm"  # batchnorm: over a batch's tokens, in classifiers and encoders
     norm_eps: Positive = 1e-5
     final_norm: bool = True  # between the last layer and the head
     norm_order: Literal[*NORM_ORDERS] = (

@@ -4,10 +4,11 @@ LRA's own Transformer: the released configurations (https://github.com/google-re
 lra_benchmarks/*/configs; its base rates over the root of the warm-up are peaks here). S4 and S4D: the third version's
 (https://github.com/state-spaces/s4, e757cef, configs/experiment/lra/old/v3-*.yaml). S5: run_experiments of
 https://github.com/lindermanlab/S5, 3c18fdb. LRU: not its authors' but a replication's, in S4's code
-(https://github.com/jhuang265/s4, 109a2d2, of Image 06f4700, configs/experiment/lra/lru-*.yaml). What they have and
-these do not: most normalise by batch, here layers are normalised; S4 on images shares its A and B among channels; S5
-has one step for all modes on two tasks, and other draws of C; LRU's replication reads forward only, with no gate after
-a layer. A state space's own parameters are trained at their published rate.
+(https://github.com/jhuang265/s4, 109a2d2, of Image 06f4700, configs/experiment/lra/lru-*.yaml). Norms are theirs: over
+the batch, but of layers in S4 on images. What they have and these do not: padding counts in their statistics; S4 on
+images shares its A and B among channels; S5 has one step for all modes on two tasks, other draws of C, and its norms at
+the state space's rate; LRU's replication reads forward only, with no gate after a layer. A state space's own parameters
+are trained at their published rate.
 """
 
 import math
@@ -32,6 +33,9 @@ class Recipe(NamedTuple):
     steps: int
     warmup: int
     mixer: Mapping[str, Any] = MappingProxyType({})  # settings of the mixer's own
+    norm: str = "batchnorm"
+    momentum: float = 0.9  # of the running statistics
+    final_norm: bool = True  # behind the last layer, where norms stand before the others
 
 
 class Transformer(NamedTuple):
@@ -57,6 +61,11 @@ def ring(modes: int, r_min: float, r_max: float, turn: float = 2.0) -> dict[str,
     return dict(state=2 * modes, r_min=r_min, r_max=r_max, max_phase=turn * math.pi)
 
 
+def s5(*recipe: Any, momentum: float = 0.95) -> Recipe:
+    """One of S5's: norms before the layers alone, and running statistics that keep more."""
+    return Recipe(*recipe, momentum=momentum, final_norm=False)
+
+
 TRANSFORMER = {
     "listops": Transformer(4, 512, 8, 64, 1024, "cls", 0.1, 0.05 * 1000**-0.5, "rsqrt", 0.1, 32, 5000, 1000),
     "text": Transformer(4, 256, 4, 64, 1024, "cls", 0.1, 0.05 * 8000**-0.5, "rsqrt", 0.1, 32, 20_000, 8000),
@@ -69,17 +78,21 @@ S4 = {
     "listops": Recipe(8, 128, "post", 0.0, 0.01, 1e-3, 0.05, 50, 80_000, 1000),
     "text": Recipe(6, 256, "pre", 0.0, 0.01, 1e-3, 0.05, 16, 50_000, 1000),
     "retrieval": Recipe(6, 256, "pre", 0.0, 0.01, 1e-3, 0.05, 64, 50_000, 2500),
-    "image": Recipe(6, 512, "post", 0.1, 0.01, 1e-3, 0.05, 50, 180_000, 900),
+    "image": Recipe(6, 512, "post", 0.1, 0.01, 1e-3, 0.05, 50, 180_000, 900, norm="layernorm"),
     "pathfinder": Recipe(6, 256, "pre", 0.0, 0.004, 1e-3, 0.03, 64, 500_000, 2500),
     "pathx": Recipe(6, 256, "pre", 0.0, 5e-4, 5e-4, 0.05, 16, 500_000, 50_000, dict(dt_min=1e-4)),
 }
 S5 = {  # epochs of the training sets as steps; a warm-up of one epoch, on Text of none
-    "listops": Recipe(8, 128, "pre", 0.0, 0.003, 1e-3, 0.04, 50, 76_800, 1920, dict(state=16, blocks=8)),
-    "text": Recipe(6, 256, "pre", 0.1, 0.004, 1e-3, 0.07, 50, 17_500, 0, dict(state=192, blocks=12)),
-    "retrieval": Recipe(6, 128, "pre", 0.0, 0.002, 1e-3, 0.05, 32, 91_920, 4596, dict(state=256, blocks=16)),
-    "image": Recipe(6, 512, "pre", 0.1, 0.0045, 1e-3, 0.07, 50, 225_000, 900, dict(state=384, blocks=3)),
-    "pathfinder": Recipe(6, 192, "pre", 0.05, 0.0045, 9e-4, 0.03, 64, 500_000, 2500, dict(state=256, blocks=8)),
-    "pathx": Recipe(6, 128, "pre", 0.0, 0.0018, 6e-4, 0.06, 32, 375_000, 5000, dict(state=256, blocks=16, dt_min=1e-4)),
+    "listops": s5(8, 128, "pre", 0.0, 0.003, 1e-3, 0.04, 50, 76_800, 1920, dict(state=16, blocks=8)),
+    "text": s5(6, 256, "pre", 0.1, 0.004, 1e-3, 0.07, 50, 17_500, 0, dict(state=192, blocks=12)),
+    "retrieval": s5(6, 128, "pre", 0.0, 0.002, 1e-3, 0.05, 32, 91_920, 4596, dict(state=256, blocks=16)),
+    "image": s5(6, 512, "pre", 0.1, 0.0045, 1e-3, 0.07, 50, 225_000, 900, dict(state=384, blocks=3)),
+    "pathfinder": s5(
+        6, 192, "pre", 0.05, 0.0045, 9e-4, 0.03, 64, 500_000, 2500, dict(state=256, blocks=8), momentum=0.9
+    ),
+    "pathx": s5(
+        6, 128, "pre", 0.0, 0.0018, 6e-4, 0.06, 32, 375_000, 5000, dict(state=256, blocks=16, dt_min=1e-4), momentum=0.9
+    ),
 }
 LRU = {
     "listops": Recipe(6, 128, "pre", 0.0, 0.003, 1.5e-3, 0.05, 32, 90_000, 12_000, ring(256, 0.0, 0.9)),
@@ -97,9 +110,11 @@ def use(config: ConfigDict, arch: str, task: str) -> None:
     recipe = choose("task", task, choose("arch with a published recipe", arch, RECIPES))
     config.steps, config.batch_size = recipe.steps, recipe.batch_size
     shared = dict(lr=recipe.lr, warmup=recipe.warmup, weight_decay=recipe.weight_decay)
-    config.model.update(layers=recipe.layers, width=recipe.width, dropout=recipe.dropout, norm="layernorm")
+    config.model.update(layers=recipe.layers, width=recipe.width, dropout=recipe.dropout)
     if isinstance(recipe, Transformer):
-        config.model.update(mlp="gelu", mlp_width=recipe.mlp_width, pool=recipe.pool, norm_eps=1e-6, embed_init=1.0)
+        config.model.update(
+            norm="layernorm", mlp="gelu", mlp_width=recipe.mlp_width, pool=recipe.pool, norm_eps=1e-6, embed_init=1.0
+        )
         config.model.attention = dict(n_heads=recipe.n_heads, head_dim=recipe.head_dim)
         if recipe.learned:
             config.model.update(position="learned", learned=dict(max_len=recipe.learned))
@@ -107,6 +122,9 @@ def use(config: ConfigDict, arch: str, task: str) -> None:
             config.model.update(position="sinusoidal", sinusoidal=dict(amplitude=1.0))
         config.optim.update(schedule=recipe.schedule, b2=0.98, eps=1e-9, clip=recipe.clip, **shared)
     else:
-        config.model.update(mlp="none", norm_order=recipe.norm_order, final_norm=recipe.norm_order == "pre")
+        last = recipe.final_norm and recipe.norm_order == "pre"
+        config.model.update(mlp="none", norm=recipe.norm, norm_order=recipe.norm_order, final_norm=last)
+        if recipe.norm == "batchnorm":
+            config.model.batchnorm = dict(momentum=recipe.momentum)
         config.model[arch] = dict(recipe.mixer)
         config.optim.update(schedule="cosine", b2=0.999, clip=0.0, ssm_lr=recipe.ssm_lr / recipe.lr, **shared)

@@ -20,7 +20,7 @@ from experiments.tables.definitions import TABLES
 from model import settings
 from model.build import KINDS
 from model.contract import Mixer
-from model.entries import KIND_SECTIONS
+from model.entries import BROUGHT
 from model.errors import choose
 from model.mixers import MIXERS
 from model.mlps.experts import Experts
@@ -59,7 +59,7 @@ def described(name: str) -> dict[str, dict[str, str]]:
     declared = {
         "mixer": {mixer: settings.section(cls, without=Mixer) for mixer, cls in MIXERS.items()},
         "position": {position: settings.section(cls, without=Position) for position, cls in POSITIONS.items()},
-        "kind": {kind: settings.section(cls) for kind, cls in KIND_SECTIONS.items()},
+        **{key: {name: settings.section(cls) for name, cls in choices.items()} for key, choices in BROUGHT.items()},
         "MLP": {"experts": settings.section(Experts, without=MLP)},
         "task": {task: settings.section(cls) for task, cls in data.TASKS.items()},
         "objective": {kind: settings.section(cls, without=Objective) for kind, cls in OBJECTIVES.items()},
@@ -68,6 +68,7 @@ def described(name: str) -> dict[str, dict[str, str]]:
         "mixer": "model",
         "position": "model",
         "kind": "model",
+        "norm": "model",
         "MLP": "model",
         "task": "data",
         "objective": "objective",

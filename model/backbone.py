@@ -1,6 +1,7 @@
 """What stands between the inputs and the heads: positions and a stack of layers, vectors `[B, L, D]` in and out."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from model.block import ACTIVATION
 from model.contract import Context, State, wide
 from model.documents import Reading, document_positions, open_reading
-from model.layers import norm
+from model.layers import stream_norm
 from model.positions import Position
 from model.stack import Stack
 
@@ -25,6 +26,8 @@ class Backbone(nn.Module):
     cls: bool = False
     norm: str = "rmsnorm"
     norm_eps: float = 1e-5
+    norm_momentum: float = 0.9  # of running statistics, where it has some
+    final_norm: bool = False  # behind the last layer, of all tokens; else it is for the head to do
     embed_norm: str = "none"  # of the embeddings: before or after the position adds to them
     dropout: float = 0.0  # of the embeddings
     dtype: Any = jnp.float32
@@ -56,13 +59,15 @@ class Backbone(nn.Module):
         # A state must be that after the last token, and so is kept from padding by those who see nothing of it too.
         ctx = Context(positions, segments, memory, memory_segments, bias, train, right_padded and state is None)
         at_all = jnp.arange(x.shape[1], dtype=jnp.int32)[None] if positions is None else positions
-        embed_norm = norm(self.norm, self.dtype, "embed_norm", self.norm_eps) if self.embed_norm != "none" else None
-        x = embed_norm(x) if self.embed_norm == "before" else x
+        normed = partial(stream_norm, self.norm, self.dtype, eps=self.norm_eps, momentum=self.norm_momentum)
+        embed_norm = normed("embed_norm") if self.embed_norm != "none" else None
+        x = embed_norm(x, ctx) if self.embed_norm == "before" else x
         x = position.embed(x, at_all)
-        x = embed_norm(x) if self.embed_norm == "after" else x
+        x = embed_norm(x, ctx) if self.embed_norm == "after" else x
         x = nn.Dropout(self.dropout, name="embed_dropout")(x, deterministic=not train)
         x = nn.with_logical_constraint(x, ACTIVATION)
         x, inner = self.stack(name="stack")(x, ctx, None if state is None else state["stack"])
+        x = normed("norm")(x, ctx) if self.final_norm else x
         return x, None if state is None else dict(reading=reading, stack=inner)
 
     @property

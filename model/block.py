@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from model.contract import Context, Mixer, State
 from model.documents import looking_back
-from model.layers import norm
+from model.layers import stream_norm
 
 ACTIVATION = ("batch", "length", None)  # logical axes of [B, L, D]
 
@@ -29,6 +29,7 @@ class Block(nn.Module):
     sublayers: SubLayers
     norm: str = "rmsnorm"
     norm_eps: float = 1e-5
+    norm_momentum: float = 0.9  # of running statistics, where it has some
     norm_order: str = "pre"
     residual: bool = True
     branch_scale: float = 1.0  # of what a branch adds
@@ -63,14 +64,14 @@ class Block(nn.Module):
     def added(self, x: jax.Array, name: str, branch: Callable[[jax.Array], jax.Array], ctx: Context) -> jax.Array:
         """The residual stream with a branch added to it."""
         order = NORM_ORDERS[self.norm_order]
-        y = branch(self.normed(x, f"{name}_norm") if "before" in order else x)
+        y = branch(self.normed(x, f"{name}_norm", ctx) if "before" in order else x)
         if "inside" in order:
-            y = self.normed(y, f"{name}_out_norm")
+            y = self.normed(y, f"{name}_out_norm", ctx)
         y = nn.Dropout(self.dropout, name=f"{name}_norm_dropout")(y, deterministic=not ctx.train)
         if self.branch_scale != 1:
             y = y * jnp.asarray(self.branch_scale, y.dtype)
         y = x + y if self.residual else y
-        return self.normed(y, f"{name}_norm") if "after" in order else y
+        return self.normed(y, f"{name}_norm", ctx) if "after" in order else y
 
     def shrink(self, name: str, last: str) -> None:
         """Scales what was just drawn for a branch's last map, if it has one."""
@@ -79,8 +80,8 @@ class Block(nn.Module):
             scaled = jax.tree.map(lambda leaf: self.init_scale * leaf, made[last])
             self.put_variable("params", name, {**made, last: scaled})
 
-    def normed(self, x: jax.Array, name: str) -> jax.Array:
-        return norm(self.norm, self.dtype, name, self.norm_eps)(x)
+    def normed(self, x: jax.Array, name: str, ctx: Context) -> jax.Array:
+        return stream_norm(self.norm, self.dtype, name, self.norm_eps, self.norm_momentum)(x, ctx)
 
     def parts(self) -> dict[str, Mixer]:
         """The sub-layers, unbound: good for questions that need no parameters."""

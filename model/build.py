@@ -22,7 +22,7 @@ from model.mixers.cross_attention import CrossAttention
 from model.mlps import MLPS, mlp_width
 from model.positions import POSITIONS, Position
 from model.positions.grid import Grid
-from model.refusals import check_encoder_decoder, check_seq2seq, check_stack, check_towers
+from model.refusals import check_encoder_decoder, check_norm, check_seq2seq, check_stack, check_towers, over_batch
 from model.seq2seq import Seq2Seq
 from model.sequence import SequenceModel
 from model.settings import section
@@ -36,7 +36,9 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float
 
 def build(config: Mapping[str, Any], asked: Asked) -> Model:
     """The model that a config's model section describes, for what a task asks."""
-    return choose("model kind", config["kind"], KINDS)(config, with_vocabulary(config, asked))
+    kind = choose("model kind", config["kind"], KINDS)
+    check_norm(config, asked)
+    return kind(config, with_vocabulary(config, asked))
 
 
 def with_vocabulary(config: Mapping[str, Any], asked: Asked) -> Asked:
@@ -131,8 +133,8 @@ def backbone_of(
         stack=partial(Stack, blocks=blocks, layers=layers, scan=c["scan"], remat=c["remat"]),
         position=position_of(c, c["position"]),
         bias_heads=bias_heads(c, mixers),
-        norm=c["norm"],
-        norm_eps=c["norm_eps"],
+        **stream_norms(c),
+        final_norm=c["final_norm"] and over_batch(c),
         embed_norm=c["embed_norm"],
         dropout=c["dropout"],
         dtype=dtype_of(c),
@@ -161,9 +163,16 @@ def shares_position(c: Mapping[str, Any], name: str) -> bool:
     return MIXERS[one.mixer].softmax and one.position is None
 
 
+def stream_norms(c: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a config says how vectors between layers are normed."""
+    momentum = dict(norm_momentum=c["batchnorm"]["momentum"]) if over_batch(c) else {}
+    return dict(norm=c["norm"], norm_eps=c["norm_eps"], **momentum)
+
+
 def shared_by_heads(c: Mapping[str, Any]) -> dict[str, Any]:
-    """What every head takes of a config."""
-    return dict(norm=c["norm"] if c["final_norm"] else "none", norm_eps=c["norm_eps"], dtype=dtype_of(c))
+    """What every head takes of a config. Statistics over a batch are of all tokens, not of those that a head picks."""
+    norm = c["norm"] if c["final_norm"] and not over_batch(c) else "none"
+    return dict(norm=norm, norm_eps=c["norm_eps"], dtype=dtype_of(c))
 
 
 def token_head(c: Mapping[str, Any], asked: Asked) -> Callable[..., TokenHead]:
@@ -198,8 +207,7 @@ def block(c: Mapping[str, Any], name: str, causal: bool, attends: bool = False) 
     return partial(
         Block,
         sublayers=tuple(sublayers),
-        norm=c["norm"],
-        norm_eps=c["norm_eps"],
+        **stream_norms(c),
         norm_order=c["norm_order"],
         residual=c["residual"],
         branch_scale=c["branch_scale"],

@@ -27,8 +27,10 @@ from model.settings import Dim, check_fields
 State = Any  # a pytree of arrays, or None
 
 # Collections that modules sow into, dropped unless the caller asks for one by `mutable`: what they attend to, losses
-# that the training step adds to the objective's, and numbers for the log.
-SOWN = ("maps", "losses", "reports")
+# that the training step adds to the objective's, numbers for the log, and what the parameters that are measured, not
+# trained, are to be after a batch.
+SOWN = ("maps", "losses", "reports", "running")
+RUNNING = ("running_mean", "running_var")  # the names of such parameters
 
 
 @struct.dataclass

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal
 
+from model import batchnorm, seq2seq
 from model.contract import Mixer
 from model.errors import choose
 from model.mixers import MIXERS
@@ -12,11 +13,11 @@ from model.mlps import MLPS
 from model.mlps.experts import Experts
 from model.mlps.mlp import MLP
 from model.positions import POSITIONS, Position
-from model.seq2seq import Settings
 from model.settings import Section, defaults, section
 
-# Sections that a model's kind brings.
-KIND_SECTIONS = {"seq2seq": Settings}
+# Sections that a model's kind and norm bring.
+BROUGHT = {"kind": {"seq2seq": seq2seq.Settings}, "norm": {"batchnorm": batchnorm.Settings}}
+BROUGHT_SECTIONS = [name for choices in BROUGHT.values() for name in choices]
 
 INSIDE = [name for name, position in POSITIONS.items() if position.needs_attention]
 
@@ -45,8 +46,8 @@ def used(mixers: tuple[str, ...], given: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def declared(mixers: tuple[str, ...], position: str, given: Mapping[str, Any] = MappingProxyType({})) -> Section:
-    """The config sections that these choices bring; `given` has the model's kind, and the sections of the user's own
-    names, with their choices."""
+    """The config sections that these choices bring; `given` has the model's kind and norm, and the sections of
+    the user's own names, with their choices."""
     found = {}
     for name in used(mixers, given):
         one = entry(given, name)
@@ -55,8 +56,9 @@ def declared(mixers: tuple[str, ...], position: str, given: Mapping[str, Any] = 
             found[name] = section(Entry) | found[name] | of_position(one.position or "none")
     if "experts" in mlps(given, used(mixers, given)):
         found["experts"] = section(Experts, without=MLP)
-    if (kind := given.get("kind")) in KIND_SECTIONS:
-        found[kind] = section(KIND_SECTIONS[kind])
+    for key, choices in BROUGHT.items():
+        if (chosen := given.get(key)) in choices:
+            found[chosen] = section(choices[chosen])
     return found | of_position(position)
 
 

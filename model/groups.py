@@ -4,13 +4,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from model.contract import RUNNING
 from model.entries import entry, mlps
 from model.mixers import MIXERS
 from model.mlps import MLPS
 from model.positions import POSITIONS
 
-# Parameters outside the mixers: norms, biases and embeddings are not decayed.
-SHARED_GROUPS = dict.fromkeys(("scale", "bias", "embedding", "cls", "mask", "unembed_bias"), "no_decay")
+# Parameters outside the mixers: norms, biases and embeddings are not decayed, and what is measured is not trained.
+SHARED_GROUPS = dict.fromkeys(("scale", "bias", *RUNNING, "embedding", "cls", "mask", "unembed_bias"), "no_decay")
 
 
 def group_rules(config: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -1,13 +1,15 @@
 """Dense maps, embeddings and norms: the parts of which layers are made."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from model.contract import wide
+from model.batchnorm import BatchNorm
+from model.contract import Context, wide
 from model.errors import UserError, choose
 from model.ops.embedding import rows
 from model.ops.product import linear
@@ -72,6 +74,7 @@ class Embed(nn.Module):
 
 
 NORMS = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}
+STREAM_NORMS = (*NORMS, "batchnorm")
 
 
 def norm(kind: str, dtype: Any, name: str, eps: float = 1e-5, axes: int = 1, learned: bool = True) -> nn.Module:
@@ -80,6 +83,16 @@ def norm(kind: str, dtype: Any, name: str, eps: float = 1e-5, axes: int = 1, lea
     last = tuple(range(-axes, 0))
     over = dict(reduction_axes=last, feature_axes=last, use_scale=learned)
     return choose("norm", kind, NORMS)(epsilon=eps, dtype=dtype, param_dtype=wide(dtype), name=name, **over)
+
+
+def stream_norm(
+    kind: str, dtype: Any, name: str, eps: float, momentum: float
+) -> Callable[[jax.Array, Context], jax.Array]:
+    """A norm of the vectors between layers, `[B, L, D]`: of each alone, or over the batch."""
+    if kind == "batchnorm":
+        return BatchNorm(eps, momentum, dtype, name=name)
+    of_each = norm(kind, dtype, name, eps)
+    return lambda x, ctx: of_each(x)
 
 
 def check_divides(what: str, part: int, whole_name: str, whole: int) -> None:

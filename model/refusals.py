@@ -37,6 +37,21 @@ def check_stack(c: Mapping[str, Any], asked: Asked) -> None:
         raise UserError("pool 'cls' reads the first position, which sees nothing in a causal model; use mean or last")
 
 
+def over_batch(c: Mapping[str, Any]) -> bool:
+    """Whether norms have statistics over the tokens of a batch."""
+    return c["norm"] == "batchnorm"
+
+
+def check_norm(c: Mapping[str, Any], asked: Asked) -> None:
+    """Refuses statistics over a batch to models that write: in training they would tell of what is yet to come."""
+    answers = asked.n_classes or asked.values or asked.pair
+    if over_batch(c) and (c["kind"] in ("encoder_decoder", "seq2seq") or (c["causal"] and not answers)):
+        raise UserError(
+            f"model.norm 'batchnorm' has statistics of later tokens too, and a causal model (model.kind {c['kind']!r}) "
+            "is asked for those; allowed: rmsnorm, layernorm; closest: model.norm=layernorm"
+        )
+
+
 def check_towers(asked: Asked) -> None:
     if not asked.pair:
         raise UserError(

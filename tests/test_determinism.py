@@ -41,9 +41,10 @@ def forked(run, folder):
     process.wait()
 
 
-def test_a_run_is_killed_resumed_and_compared(monkeypatch):
+@pytest.mark.parametrize("norm", [{}, {"model.norm": "batchnorm", "model.causal": False}], ids=["rmsnorm", "batchnorm"])
+def test_a_run_is_killed_resumed_and_compared(norm, monkeypatch):
     monkeypatch.setattr(determinism, "started", forked)
-    row = determinism.measure("configs/debug.py", SMALL, kills=1)
+    row = determinism.measure("configs/debug.py", SMALL | norm, kills=1)
     assert (row["repeated"], row["resumed"], row["identical"]) == ("identical", "identical", True)
     assert (row["steps"], row["kills"], len(row["killed_at"]), row["device"]) == (12, 1, 1, "cpu")
     assert "12 steps" in determinism.sentence(row) and "| 1 | identical | identical |" in determinism.table([row])

@@ -40,7 +40,7 @@ def measured(tmp_path_factory) -> tuple[dict, dict]:
     return json.loads(one.read_text()), json.loads(two.read_text())
 
 
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", [*AXES, "batchnorm"])
 def test_two_hosts_equal_one(axis, measured):
     one, two = (found[axis] for found in measured)
     for key, value in one.items():

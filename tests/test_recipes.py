@@ -1,5 +1,7 @@
 """Published recipes of Long Range Arena: each makes a model that reads the rows of its task."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -45,6 +47,18 @@ def test_a_recipe_reads_the_rows_of_its_task(arch, task):
 def test_the_ssm_rate_is_the_published_one():
     c = configs.load("configs/lra.py:task=image,arch=s5,size=paper")
     assert c.optim.lr * c.optim.ssm_lr == pytest.approx(1e-3) and (c.model.s5.state, c.model.s5.blocks) == (384, 3)
+
+
+def test_norms_are_the_published_ones():
+    """Of the batch, but where S4 reads images; torch's momentum is 0.1, S5's 0.95 or 0.9 as Flax counts."""
+    for arch, task in itertools.product(("s4", "s4d", "s5", "lru"), ASKED):
+        m = configs.load(f"configs/lra.py:task={task},arch={arch},size=paper").model
+        assert m.norm == ("layernorm" if arch in ("s4", "s4d") and task == "image" else "batchnorm"), (arch, task)
+        assert m.final_norm == (m.norm_order == "pre" and arch != "s5"), (arch, task)
+        if m.norm == "batchnorm":
+            slow = arch == "s5" and task not in ("pathfinder", "pathx")
+            assert m.batchnorm.momentum == (0.95 if slow else 0.9), (arch, task)
+    assert configs.load("configs/lra.py:task=text,arch=attention,size=paper").model.norm == "layernorm"
 
 
 @pytest.mark.parametrize(("task", "n"), [("image", 45_000), ("pathfinder", 160_000), ("pathx", 160_000)])

@@ -19,6 +19,7 @@ from model import entries, settings
 from model.errors import UserError, choose
 from model.mixers import MIXERS
 from model.positions import POSITIONS
+from model.refusals import over_batch
 from train.config_file import place, read_config
 from train.objective import Objective
 from train.objectives import OBJECTIVES
@@ -28,6 +29,7 @@ CHOICES = (
     "model.mixers",
     "model.encoder_mixers",
     "model.position",
+    "model.norm",
     "model.mlp",
     "data.task",
     "objective.kind",
@@ -72,7 +74,7 @@ def own_entries(given: Mapping[str, Any], asked: Mapping[str, str], file: str) -
     ]
     found: dict[str, dict[str, Any]] = {}
     for name in dict.fromkeys(name for name in names if name not in MIXERS):
-        if name in POSITIONS or name in entries.KIND_SECTIONS or name in settings.section(base.Model):
+        if name in POSITIONS or name in entries.BROUGHT_SECTIONS or name in settings.section(base.Model):
             raise UserError(f"model.{name} is another key of the model section, no mixer; choose another name")
         found[name] = {}
         for field in dataclasses.fields(entries.Entry):
@@ -123,7 +125,7 @@ def complete(config: ConfigDict) -> None:
 def unused_section(key: str, config: ConfigDict, given: Mapping[str, Any]) -> bool:
     """Whether a config file's key belongs to a choice that was not made in the end."""
     room, name, *rest = (*key.split("."), "")
-    of_model = {*MIXERS, *POSITIONS, *entries.KIND_SECTIONS, "experts"}
+    of_model = {*MIXERS, *POSITIONS, *entries.BROUGHT_SECTIONS, "experts"}
     tables = {"model": of_model, "data": data.TASKS, "objective": OBJECTIVES}
     own = f"model.{name}.mixer" in given
     if name in tables.get(room, {}) or own:
@@ -219,3 +221,8 @@ def check(config: ConfigDict) -> None:
     c = config
     if c.batch_size % c.optim.accumulate:
         raise UserError(f"optim.accumulate {c.optim.accumulate} does not divide batch_size {c.batch_size}")
+    if c.optim.accumulate > 1 and over_batch(c.model):
+        raise UserError(
+            f"optim.accumulate is {c.optim.accumulate}, and model.norm 'batchnorm' has statistics of a whole batch; "
+            "allowed: 1"
+        )

@@ -2,6 +2,7 @@
 
 A sum is a pair (sum, count) by the name of its metric. `loss` is minimised, its sum over its count; both are of the
 whole batch, so that parts of a batch add up. So are `losses/NAME`, which modules such as a mixture of experts report.
+`running`, in training a model that has such, is no sum: a tree of those parameters that this batch has measured anew.
 Without `rng` the model is being tested.
 
 Most objectives are a view of the task's batch (other inputs, other targets, other weights) and one cross-entropy.
@@ -101,11 +102,12 @@ class Objective:
     def __call__(self, model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> Sums:
         """Loss and accuracy; a test slices the accuracy by every bin of every attribute, of text the loss too."""
         batch = self.view(batch, rng)
-        found, reports = answers(model, params, batch, rng)
+        found, reports, running = answers(model, params, batch, rng)
         loss, hits, weights = self.judge(found, batch, train=rng is not None)
         loss, hits, count = loss * weights, hits * weights, weights.sum()
         sums = {"loss": (loss.sum(), count), "accuracy": (hits.sum(), count)}
         sums |= {name: (value * count, count) for name, value in reports.items()}
+        sums |= {"running": running} if running else {}
         if rng is None:
             sums |= sliced("accuracy", self.attributes, batch, hits, weights)
             if self.task.next_token and self.likelihood:
@@ -122,8 +124,10 @@ class Objective:
         return loss, jnp.argmax(logits, -1) == batch["targets"], weights
 
 
-def answers(model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The model's logits for a batch; and in training what its modules report, by name.
+def answers(
+    model: Model, params: Any, batch: Batch, rng: jax.Array | None
+) -> tuple[jax.Array, dict[str, jax.Array], Mapping[str, Any]]:
+    """The model's logits for a batch; in training what its modules report, by name, and its new running statistics.
 
     `losses/NAME` is the sum over layers, for the step to add to the objective's loss; `reports/NAME` is the mean.
     """
@@ -133,7 +137,7 @@ def answers(model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> t
         **arguments(batch),
         train=rng is not None,
         rngs=None if rng is None else {"dropout": rng},
-        mutable=["losses", "reports"],
+        mutable=["losses", "reports", "running"],
     )
     reports = {}
     for kind, over_layers in (("losses", jnp.sum), ("reports", jnp.mean)):
@@ -141,7 +145,7 @@ def answers(model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> t
         for path, value in jax.tree_util.tree_leaves_with_path(sown.get(kind, {})):
             found.setdefault(path[-2].key, []).append(value.reshape(-1))
         reports |= {f"{kind}/{name}": over_layers(jnp.concatenate(values)) for name, values in found.items()}
-    return logits, reports
+    return logits, reports, sown.get("running", {})
 
 
 def row_keys(rng: jax.Array | None, tokens: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ import optax
 
 from model.build import Model
 from model.errors import UserError
-from model.paths import matching
+from model.paths import as_tree, by_path, matching
 from train.objective import Batch, Sums
 
 Sought = Callable[[Model, Any, Batch, jax.Array | None], Sums]  # what an objective is to a step
@@ -93,12 +93,19 @@ def trained(params: Any, frozen: Sequence[str]) -> Any:
 
 
 def holding(objective: Sought, frozen: Sequence[str]) -> Sought:
-    """The same objective, from which frozen parameters get no gradient: it is neither computed nor counted."""
+    """The same objective, from which frozen parameters get no gradient: it is neither computed nor counted.
+
+    Nor are those that it measures measured anew.
+    """
 
     def held(model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> Sums:
         mask = trained(params, frozen)
-        return objective(
+        sums = objective(
             model, jax.tree.map(lambda x, on: x if on else jax.lax.stop_gradient(x), params, mask), batch, rng
         )
+        if "running" in sums:
+            on = by_path(mask)
+            sums["running"] = as_tree({path: x for path, x in by_path(sums["running"]).items() if on[path]})
+        return sums
 
     return held if frozen else objective

@@ -1,6 +1,7 @@
 """Everything a config describes, built: task, mesh, model, optimizer, abstract state, compiled steps."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -14,9 +15,11 @@ from ml_collections import ConfigDict
 import data
 from data import pipeline
 from model import build, placement
+from model.contract import RUNNING
 from model.errors import UserError
 from model.groups import group_rules
 from model.ops.cudnn_attention import deterministic as deterministic_attention
+from model.paths import by_path
 from train import config as configs
 from train import hosts, sharding
 from train.objective import Objective
@@ -42,7 +45,9 @@ class Run:
 
     @property
     def params(self) -> int:
-        return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(self.abstract.params))
+        """Numbers that are there to be trained."""
+        found = by_path(self.abstract.params).items()
+        return sum(math.prod(x.shape) for path, x in found if path.rpartition("/")[2] not in RUNNING)
 
 
 def prepare(config: ConfigDict, task: data.Task | None = None) -> Run:

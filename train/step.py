@@ -10,6 +10,7 @@ import optax
 from flax import struct
 
 from model.build import Model
+from model.paths import as_tree, by_path
 from train.objective import Batch, Objective, Sums, arguments
 
 
@@ -65,6 +66,8 @@ def train_step(
         grads = jax.tree.map(lambda grad: grad / jnp.maximum(sums["loss"][1], 1.0), grads)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
+        if running := sums.pop("running", None):
+            params = as_tree(by_path(params) | by_path(running))
         grad_norm = optax.global_norm(grads)
         finite = jnp.isfinite(sums["loss"][0]) & jnp.isfinite(grad_norm) & all_finite((params, opt_state))
         params, opt_state = jax.tree.map(

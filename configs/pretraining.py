@@ -9,6 +9,7 @@ table `self_pretraining`.
 
 `masked` hides tokens, or real numbers, that a bidirectional model names; `causal` asks a causal one for the next token.
 Classes are read off the mean of all tokens, as in the paper, and not off a vector that the first run would not have.
+A recipe's batch norms are layer norms in causal models.
 """
 
 from ml_collections import ConfigDict
@@ -30,6 +31,8 @@ def use(config: ConfigDict, start: str, tokens: bool, rate: float) -> None:
     masked = start.endswith("masked")
     if not masked:
         config.model.causal = True
+        if config.model.norm == "batchnorm":  # which would tell of the tokens to come
+            config.model.norm = "layernorm"
     if start.startswith("from"):
         config.init.fresh = ("classes/.*",) if tokens else ("classes/.*", "values/.*", "mask")
         return

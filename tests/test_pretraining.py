@@ -110,6 +110,16 @@ def prepared(folder):
     return prepare(configs.load(str(folder / "config.json"))).abstract.params
 
 
+def test_a_recipe_whose_norms_are_over_the_batch_can_begin_causally():
+    """With norms of its layers: others would tell of the tokens that it is asked for."""
+    norms = {}
+    for start in ("scratch", "pretrain_causal", "from_causal"):
+        config = configs.load(f"configs/lra.py:task=listops,arch=s4d,size=paper,start={start}", [])
+        prepare(config)
+        norms[start] = config.model.norm
+    assert norms == dict(scratch="batchnorm", pretrain_causal="layernorm", from_causal="layernorm")
+
+
 def test_a_class_is_read_off_what_both_runs_have():
     """LRA's Transformer reads it off a vector in front, which a causal model would not show the others."""
     spec = "configs/lra.py:task=listops,arch=attention,size=paper"

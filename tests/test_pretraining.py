@@ -114,7 +114,7 @@ def test_a_recipe_whose_norms_are_over_the_batch_can_begin_causally():
     """With norms of its layers: others would tell of the tokens that it is asked for."""
     norms = {}
     for start in ("scratch", "pretrain_causal", "from_causal"):
-        config = configs.load(f"configs/lra.py:task=listops,arch=s4d,size=paper,start={start}", [])
+        config = configs.load(f"configs/lra.py:task=listops,arch=s4d,size=paper,start={start}", [("batch_size", "8")])
         prepare(config)
         norms[start] = config.model.norm
     assert norms == dict(scratch="batchnorm", pretrain_causal="layernorm", from_causal="layernorm")

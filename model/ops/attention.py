@@ -20,6 +20,7 @@ from model.ops import sharing
 from model.ops.dense_attention import reference, weights_and_lse, xla
 from model.ops.fused_attention import cudnn, splash
 from model.ops.mask import CAUSAL, FULL, Mask
+from model.ops.ring_attention import ring
 from model.ops.scores import Bias, Form, Operands
 from model.ops.tiled_attention import tiled
 
@@ -37,6 +38,7 @@ FEATURES = {
     "additive": "additive scores",
     "lse": "the log-sum-exp as a second output",
     "value dim": "values of another dim than the keys",
+    "ring": "keys and values that go round the devices of a shared length",
 }
 
 
@@ -63,6 +65,7 @@ class Implementation:
     run: Callable[[Form, Operands], tuple[jax.Array, jax.Array | None]]
     summary: str
     lacks: frozenset[str] = frozenset()  # of FEATURES
+    needs: frozenset[str] = frozenset()  # of FEATURES, without which it cannot be called
     lacks_together: tuple[frozenset[str], ...] = ()  # features that it has, but not in one call
     chips: tuple[Chip, ...] = ()  # (): any
     dtypes: tuple[str, ...] = ()  # (): any
@@ -91,9 +94,18 @@ IMPLEMENTATIONS = {
         dtypes=("bfloat16", "float16"),
         head_dims=8,
     ),
-    "xla": Implementation(run=xla, summary="all scores at once; memory grows with L M"),
-    "tiled": Implementation(run=tiled, summary="a tile of scores at a time, in plain XLA; memory grows with L"),
-    "reference": Implementation(run=reference, summary="the definition, one head after another"),
+    "ring": Implementation(
+        run=ring,
+        summary="tiles of a device's own queries and keys that go round the devices",
+        needs=frozenset({"ring"}),
+    ),
+    "xla": Implementation(run=xla, summary="all scores at once; memory grows with L M", lacks=frozenset({"ring"})),
+    "tiled": Implementation(
+        run=tiled, summary="a tile of scores at a time, in plain XLA; memory grows with L", lacks=frozenset({"ring"})
+    ),
+    "reference": Implementation(
+        run=reference, summary="the definition, one head after another", lacks=frozenset({"ring"})
+    ),
 }
 
 # Bytes of scores on a device up to which the dense form is taken where no fused kernel serves; with gradient it holds
@@ -116,7 +128,7 @@ def attention(
     part, and what it is picked by is that part.
     """
     form, o = prepare(q, k, v, **call)
-    shared = sharing.share(form, o, call["bias"].axes if form.bias else None)
+    shared = sharing.share(form, o, call["bias"].axes if form.bias else None, implementation)
     chosen = pick(implementation, shared.form, shared.seen, with_lse)
     out, *lse = sharing.on_each_device(chosen.run, shared, outputs=2 if with_lse else 1)
     out = out.reshape(*q.shape[:3], v.shape[-1])
@@ -205,6 +217,7 @@ def features(form: Form, o: Operands, with_lse: bool) -> set[str]:
         "additive": o.additive is not None,
         "lse": with_lse,
         "value dim": o.v.shape[-1] != o.q.shape[-1],
+        "ring": bool(form.ring),
     }
     return {name for name, given in used.items() if given}
 
@@ -214,6 +227,7 @@ def lacking(name: str, form: Form, o: Operands, with_lse: bool) -> list[str]:
     can, used, dtype = IMPLEMENTATIONS[name], features(form, o, with_lse), jnp.dtype(o.q.dtype).name
     reasons = [FEATURES[feature] for feature in FEATURES if feature in used & can.lacks]
     reasons += [together(features) for features in can.lacks_together if features <= used]
+    reasons += [f"a call without {FEATURES[feature]}" for feature in sorted(can.needs - used)]
     chips = [chip for chip in can.chips if chip.meant()]
     if can.chips and not chips:
         reasons.append(f"the platform {placement.chip()} (it runs on {can.chips[0]})")
@@ -247,7 +261,7 @@ def pick(given: str | None, form: Form, o: Operands, with_lse: bool) -> Implemen
                 f"leave it unset, or choose from {', '.join(n for n in IMPLEMENTATIONS if not lacking(n, *call))}"
             )
         return chosen
-    for name in ("splash", "cudnn"):
+    for name in ("ring", "splash", "cudnn"):
         if not lacking(name, *call):
             return IMPLEMENTATIONS[name]
     scores = math.prod(o.q.shape[:4]) * o.k.shape[1] * wide(o.q.dtype).itemsize

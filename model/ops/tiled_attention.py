@@ -208,6 +208,12 @@ def forward(form: Form, tile: tuple[int, int], pairs: Pairs, o: Operands):
 
 
 def backward(form: Form, tile: tuple[int, int], pairs: Pairs, kept, grads):
+    wide_ones = gradients(form, tile, pairs, kept, grads)
+    return (jax.tree.map(lambda grad, x: grad.astype(x.dtype), wide_ones, learned(kept[0])),)
+
+
+def gradients(form: Form, tile: tuple[int, int], pairs: Pairs, kept, grads) -> Operands:
+    """Gradients by all that is learned, in the wide dtype."""
     o, out, lse = kept
     d_out, d_lse = grads
     dtype = wide(o.q.dtype)
@@ -250,21 +256,26 @@ def backward(form: Form, tile: tuple[int, int], pairs: Pairs, kept, grads):
 
     start = (*(jnp.zeros(x.shape, dtype) for x in (c.q, c.k, c.v)), jax.tree.map(jnp.zeros_like, (o.bias, o.additive)))
     (d_q, d_k, d_v, (d_bias, d_additive)), _ = lax.scan(step, start, (pairs.i, pairs.j, wanted))
-    d_sinks = None
-    if o.sinks is not None:
-        d_sinks = -jnp.sum(jnp.exp(o.sinks - lse) * delta, axis=(0, 1)).astype(o.sinks.dtype)
-    nothing = dict(q_positions=None, k_positions=None, q_segments=None, k_segments=None)
-    return (
-        o.replace(
-            q=unblocks(d_q).astype(o.q.dtype),
-            k=unblocks(d_k).astype(o.k.dtype),
-            v=unblocks(d_v).astype(o.v.dtype),
-            bias=d_bias,
-            sinks=d_sinks,
-            additive=d_additive,
-            **nothing,
-        ),
+    return learned(o).replace(
+        q=unblocks(d_q),
+        k=unblocks(d_k),
+        v=unblocks(d_v),
+        bias=d_bias,
+        sinks=pull_of_sinks(o, out, lse, grads),
+        additive=d_additive,
     )
+
+
+def pull_of_sinks(o: Operands, out: jax.Array, lse: jax.Array, grads) -> jax.Array | None:
+    if o.sinks is None:
+        return None
+    d_out, d_lse = grads
+    return -jnp.sum(jnp.exp(o.sinks - lse) * (jnp.sum(d_out * out, axis=-1) - d_lse), axis=(0, 1))
+
+
+def learned(o: Operands) -> Operands:
+    """The operands that have a gradient."""
+    return o.replace(q_positions=None, k_positions=None, q_segments=None, k_segments=None)
 
 
 def scores_with_pull(t: Operands):

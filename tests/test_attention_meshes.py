@@ -45,6 +45,7 @@ def arrays(kv_heads: int, length: int = L, dim: int = K) -> dict[str, np.ndarray
     rng = np.random.default_rng(0)
     shapes = dict(q=(B, length, H, dim), k=(B, length, kv_heads, dim), v=(B, length, kv_heads, dim))
     shapes |= dict(bias=(H,), sinks=(H,), additive=(H, dim), weight=(B, length, H, dim), weight_lse=(B, length, H))
+    shapes |= dict(levels=(B, length, H))
     return {name: np.abs(rng.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()}
 
 
@@ -70,6 +71,7 @@ def step(values, implementation, additive=False, **call):
 
     def objective(values):
         extra = dict(additive=values["additive"]) if additive else {}
+        extra |= dict(q_levels=values["levels"], k_levels=values["levels"])
         bias, sinks = Bias(values["bias"], slope, ("heads",)), values["sinks"]
         out, lse = attention(
             *(values[name] for name in "qkv"),

@@ -36,6 +36,7 @@ FEATURES = {
     "soft cap": "soft-capped scores",
     "sinks": "attention sinks",
     "additive": "additive scores",
+    "levels": "a decay that tokens decide (forgetting attention)",
     "lse": "the log-sum-exp as a second output",
     "value dim": "values of another dim than the keys",
     "ring": "keys and values that go round the devices of a shared length",
@@ -157,6 +158,8 @@ def prepare(
     bias: Bias | None = None,
     sinks: jax.Array | None = None,
     additive: jax.Array | None = None,
+    q_levels: jax.Array | None = None,
+    k_levels: jax.Array | None = None,
     right_padded: bool = False,
 ) -> tuple[Form, Operands]:
     """A call in the shape the implementations take.
@@ -164,8 +167,9 @@ def prepare(
     Positions and segments are `[B or 1, L]` and `[B or 1, M]`; no positions at all means 0, 1, 2, ... By them, `mask`
     says who sees whom in a document. `scale` is 1/sqrt(K) unless given, and 1 for additive scores. `soft_cap` c turns
     a score s into c tanh(s/c); then `bias` is added. `sinks` `[H]` are logits that take part in the softmax and have no
-    value; `additive` `[H, K]` are the weights of Bahdanau's score. `right_padded`: segments are of one document a row,
-    with padding behind it; what padding then gets means nothing.
+    value; `additive` `[H, K]` are the weights of Bahdanau's score. `q_levels` `[B, L, H]` and `k_levels` `[B, M, H]`
+    lower a score by the distance between the two. `right_padded`: segments are of one document a row, with padding
+    behind it; what padding then gets means nothing.
     """
     (B, L, H, K), G = q.shape, k.shape[2]
     if H % G:
@@ -195,6 +199,8 @@ def prepare(
         bias=None if bias is None else bias.params,
         sinks=None if sinks is None else sinks.reshape(G, H // G),
         additive=None if additive is None else additive.reshape(G, H // G, K),
+        q_levels=None if q_levels is None else q_levels.reshape(B, L, G, H // G),
+        k_levels=None if k_levels is None else k_levels.reshape(B, -1, G, H // G),
     )
     return form, operands
 
@@ -215,6 +221,7 @@ def features(form: Form, o: Operands, with_lse: bool) -> set[str]:
         "soft cap": form.soft_cap > 0,
         "sinks": o.sinks is not None,
         "additive": o.additive is not None,
+        "levels": o.q_levels is not None,
         "lse": with_lse,
         "value dim": o.v.shape[-1] != o.q.shape[-1],
         "ring": bool(form.ring),

@@ -59,8 +59,8 @@ def plan(form: Form, stretch: int, n: int) -> Rounds:
 
 def by_token(move: Any, o: Operands) -> Operands:
     """The operands that belong to tokens, moved."""
-    names = ("q", "k", "v", "q_positions", "k_positions", "q_segments", "k_segments")
-    return o.replace(**{name: jax.tree.map(move, getattr(o, name)) for name in names})
+    names = [f"{whose}_{what}" for whose in "qk" for what in ("positions", "segments", "levels")]
+    return o.replace(**{name: jax.tree.map(move, getattr(o, name)) for name in ("q", "k", "v", *names)})
 
 
 def dealt(x: jax.Array, names: Names) -> jax.Array:
@@ -131,16 +131,17 @@ def backward(form: Form, rounds: Rounds, tile: tuple[int, int], kept, grads):
         passing, d_keys, d_own = carry
         after = turned(passing, rounds.names, 1)
         grad = tiles.gradients(form, tile, pairs, (rest.replace(**passing), out, lse), grads)
-        d_keys = turned((d_keys[0] + grad.k, d_keys[1] + grad.v), rounds.names, 1)
-        return (after, d_keys, jax.tree.map(jnp.add, d_own, (grad.q, grad.bias, grad.additive))), None
+        d_keys = turned(jax.tree.map(jnp.add, d_keys, (grad.k, grad.v, grad.k_levels)), rounds.names, 1)
+        return (after, d_keys, jax.tree.map(jnp.add, d_own, (grad.q, grad.q_levels, grad.bias, grad.additive))), None
 
     zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, dtype))
-    start = turned(keys(o), rounds.names, -rounds.ahead), zeros((o.k, o.v)), zeros((o.q, o.bias, o.additive))
-    (_, d_keys, (d_q, d_bias, d_additive)), _ = lax.scan(go, start, length=rounds.count)
-    d_k, d_v = turned(d_keys, rounds.names, rounds.ahead - rounds.count)
-    d_sinks = tiles.pull_of_sinks(o, out, lse, grads)
-    learned = tiles.learned(o)
+    d_own = zeros((o.q, o.q_levels, o.bias, o.additive))
+    start = turned(keys(o), rounds.names, -rounds.ahead), zeros((o.k, o.v, o.k_levels)), d_own
+    (_, d_keys, (d_q, q_levels, d_bias, d_additive)), _ = lax.scan(go, start, length=rounds.count)
+    d_k, d_v, k_levels = turned(d_keys, rounds.names, rounds.ahead - rounds.count)
+    learned, d_sinks = tiles.learned(o), tiles.pull_of_sinks(o, out, lse, grads)
     wide_ones = learned.replace(q=d_q, k=d_k, v=d_v, bias=d_bias, additive=d_additive, sinks=d_sinks)
+    wide_ones = wide_ones.replace(q_levels=q_levels, k_levels=k_levels)
     return (jax.tree.map(lambda grad, x: grad.astype(x.dtype), wide_ones, learned),)
 
 
@@ -155,7 +156,7 @@ def all_pairs(form: Form, tile: tuple[int, int], o: Operands) -> tiles.Pairs:
 
 def keys(o: Operands) -> dict[str, Tree]:
     """What goes round."""
-    return dict(k=o.k, v=o.v, k_positions=o.k_positions, k_segments=o.k_segments)
+    return dict(k=o.k, v=o.v, k_positions=o.k_positions, k_segments=o.k_segments, k_levels=o.k_levels)
 
 
 def turned(tree: Tree, names: Names, by: int) -> Tree:

@@ -50,6 +50,8 @@ def share(form: Form, o: Operands, bias: Any, implementation: str | None = None)
         v=repeated(o.v, sources),
         sinks=None if o.sinks is None else o.sinks.reshape(groups, -1),
         additive=None if o.additive is None else o.additive.reshape(groups, -1, K),
+        q_levels=None if o.q_levels is None else o.q_levels.reshape(B, L, groups, -1),
+        k_levels=None if o.k_levels is None else o.k_levels.reshape(B, M, groups, -1),
     )
     axes = Operands(
         q=("batch", stretch, heads, None, None),
@@ -62,6 +64,8 @@ def share(form: Form, o: Operands, bias: Any, implementation: str | None = None)
         bias=jax.tree.map(lambda _, names: tuple(heads if name == "heads" else name for name in names), o.bias, bias),
         sinks=None if o.sinks is None else (heads, None),
         additive=None if o.additive is None else (heads, None, None),
+        q_levels=None if o.q_levels is None else ("batch", stretch, heads, None),
+        k_levels=None if o.k_levels is None else ("batch", passing, heads, None),
     )
 
     def part(leaf, names):
@@ -74,7 +78,13 @@ def share(form: Form, o: Operands, bias: Any, implementation: str | None = None)
     return Shared(
         form=dataclasses.replace(form, ring=names) if ring else form,
         o=o,
-        lying=axes.replace(q=(*tokens, None), k=tokens, v=tokens),
+        lying=axes.replace(
+            q=(*tokens, None),
+            k=tokens,
+            v=tokens,
+            q_levels=None if o.q_levels is None else tokens,
+            k_levels=None if o.k_levels is None else tokens,
+        ),
         seen=jax.tree.map(part, o.replace(k=k, v=v), axes),
         exchanged=exchanged,
         length=names if parts > 1 else (),
@@ -94,12 +104,15 @@ def on_each_device(run: Callable, call: Shared, outputs: int) -> tuple[jax.Array
             to_heads = partial(lax.all_to_all, axis_name=call.length, split_axis=2, concat_axis=1, tiled=True)
             to_tokens = partial(lax.all_to_all, axis_name=call.length, split_axis=1, concat_axis=2, tiled=True)
             k, v = (to_heads(repeated(x, o.q.shape[2])) for x in (o.k, o.v))
-            return tuple(map(to_tokens, run(call.form, o.replace(q=to_heads(o.q), k=k, v=v))[:outputs]))
+            q, q_levels, k_levels = jax.tree.map(to_heads, (o.q, o.q_levels, o.k_levels))
+            whole = o.replace(q=q, k=k, v=v, q_levels=q_levels, k_levels=k_levels)
+            return tuple(map(to_tokens, run(call.form, whole)[:outputs]))
         if (
             call.length and not call.form.ring
         ):  # once, before any loop over tiles; the gradient is scattered back as it is summed
-            k, v = (lax.all_gather(x, call.length, axis=1, tiled=True) for x in (o.k, o.v))
-            o = o.replace(k=k, v=v)
+            gather = partial(lax.all_gather, axis_name=call.length, axis=1, tiled=True)
+            k, v, k_levels = jax.tree.map(gather, (o.k, o.v, o.k_levels))
+            o = o.replace(k=k, v=v, k_levels=k_levels)
         return run(call.form, o)[:outputs]
 
     if call.length and not call.form.ring and call.seen.q.shape[1] < call.o.q.shape[1]:

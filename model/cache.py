@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from model.contract import wide
 from model.errors import UserError
 
 Arrays = dict[str, jax.Array]  # each [B, M, ...]
@@ -23,6 +24,7 @@ class Full:
 
     entries: tuple[tuple[str, tuple[int, ...]], ...]  # name, shape per token
     dtype: Any
+    wide: tuple[str, ...] = ()  # entries in float32 at least
 
     def slots(self, max_len: int) -> int:
         return max_len
@@ -54,6 +56,7 @@ class Ring:
     dtype: Any
     window: int
     sinks: int = 0
+    wide: tuple[str, ...] = ()
 
     def slots(self, max_len: int) -> int:
         return min(self.sinks + self.window, max_len)
@@ -89,11 +92,15 @@ Cache = Full | Ring
 
 def open_slots(cache: Cache, batch: int, max_len: int) -> Arrays:
     M = cache.slots(max_len)
-    arrays = {name: jnp.zeros((batch, M, *shape), cache.dtype) for name, shape in cache.entries}
+    arrays = {name: jnp.zeros((batch, M, *shape), dtype_of(cache, name)) for name, shape in cache.entries}
     empty = jnp.zeros((batch, M), jnp.int32)
     return arrays | {"positions": empty, "segments": empty}  # segment 0: nothing written yet
 
 
 def bytes_of(cache: Cache, length: int) -> int:
-    numbers = sum(math.prod(shape) for _, shape in cache.entries)
-    return cache.slots(length) * (numbers * jnp.dtype(cache.dtype).itemsize + 2 * 4)
+    token = sum(math.prod(shape) * jnp.dtype(dtype_of(cache, name)).itemsize for name, shape in cache.entries)
+    return cache.slots(length) * (token + 2 * 4)
+
+
+def dtype_of(cache: Cache, name: str) -> Any:
+    return wide(cache.dtype) if name in cache.wide else cache.dtype

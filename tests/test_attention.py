@@ -134,8 +134,8 @@ def test_scores_past_the_range_of_float16(name):
 # Which implementation serves
 
 
-def call(n=64, dtype=jnp.float32, head_dim=64, batch=2, value_dim=None, **options):
-    """What one device is asked for."""
+def call(n=64, dtype=jnp.float32, head_dim=64, batch=2, value_dim=None, asked=None, **options):
+    """What one device is asked for; `asked` names an implementation."""
     q, k, v = (
         jax.ShapeDtypeStruct((batch, n, heads, dim), dtype)
         for heads, dim in ((4, head_dim), (2, head_dim), (2, value_dim or head_dim))
@@ -145,7 +145,7 @@ def call(n=64, dtype=jnp.float32, head_dim=64, batch=2, value_dim=None, **option
     def trace(q, k, v):
         form, o = op.prepare(q, k, v, **options)
         bias = options.get("bias")
-        made.append(sharing.share(form, o, None if bias is None else bias.axes))
+        made.append(sharing.share(form, o, None if bias is None else bias.axes, asked))
         return q
 
     jax.eval_shape(trace, q, k, v)
@@ -190,15 +190,14 @@ def test_on_a_gpu_the_choice_is_what_cudnn_can_serve():
     )
     # Devices that share the length exchange it for heads; four heads are not enough for eight of them.
     assert picked("gpu", dict(sequence=4), n=4096, **HALF) == "cudnn"
-    assert picked("gpu", dict(sequence=8), n=4096, batch=16, **HALF) == "tiled"
-    assert picked("gpu", dict(sequence=8), n=4096, mask=FULL, **HALF) == "cudnn"  # where a query stands is nothing
+    assert {picked(chip, dict(sequence=8), n=4096, **HALF) for chip in ("cpu", "gpu", "tpu")} == {"ring"}
 
 
 @pytest.mark.quick
 def test_on_a_gpu_rows_of_any_length_with_padding_behind_them_are_served():
     padded = dict(PACKED, right_padded=True)
     assert {picked("gpu", n=4096, mask=mask, **padded, **HALF) for mask in (FULL, CAUSAL)} == {"cudnn"}
-    assert picked("gpu", dict(sequence=8), n=4096, mask=FULL, **padded, **HALF) == "cudnn"
+    assert picked("gpu", dict(sequence=4), n=4096, mask=FULL, **padded, **HALF) == "cudnn"
     assert picked("gpu", n=4096, mask=CAUSAL & window(9), **padded, **HALF) == "tiled"
     assert {picked("gpu", n=n, mask=mask, **HALF) for n in (1, 63, 2001) for mask in (FULL, CAUSAL)} == {"cudnn"}
 
@@ -211,9 +210,11 @@ def test_on_a_tpu_the_choice_is_what_splash_can_serve():
     lacked = [dict(sinks=jnp.zeros(4)), dict(bias=ALIBI), dict(head_dim=20), dict(dtype=jnp.float16)]
     assert {picked("tpu", n=4096, **options) for options in lacked} == {"tiled"}
     assert picked("tpu", n=4100) == "tiled" and picked("tpu", n=100) == "xla"
-    # A stretch of the queries goes with a band, not with any mask.
-    assert picked("tpu", dict(sequence=8), n=4096, batch=64, mask=SOME) == "tiled"
-    assert picked("tpu", dict(sequence=8), n=4096) == "splash" and picked("tpu", dict(sequence=8), n=512) == "xla"
+    assert picked("tpu", dict(sequence=4), n=4096) == "splash" and picked("tpu", dict(sequence=4), n=516) == "xla"
+    # A stretch of the queries, with all keys gathered, goes with a band, not with any mask.
+    with meshes.in_force(meshes.mesh_of("tpu", sequence=8)):
+        assert not op.lacking("splash", *call(n=4096, asked="splash"), False)
+        assert op.lacking("splash", *call(n=4096, asked="splash", mask=SOME), False)
 
 
 @pytest.mark.quick
@@ -222,7 +223,12 @@ def test_dense_or_tiles_by_what_one_device_holds():
     assert picked(n=256, batch=64) == "xla" and picked(n=1024, batch=64) == "tiled"
     for chip in ("cpu", "gpu", "tpu"):
         assert picked(chip, n=1024, batch=64, bias=ALIBI) == "tiled"
-        for sizes in (dict(data=16), dict(fsdp=4, tensor=4), dict(data=4, sequence=4), dict(sequence=16)):
+        for sizes in (
+            dict(data=16),
+            dict(fsdp=4, tensor=4),
+            dict(data=4, sequence=4),
+            dict(tensor=2, sequence=2, data=4),
+        ):
             assert picked(chip, sizes, n=1024, batch=64, bias=ALIBI) == "xla"
 
 
@@ -261,9 +267,9 @@ def test_a_kernel_asked_for_by_name_says_what_it_lacks():
 @pytest.mark.quick
 def test_the_support_matrix_is_what_the_choice_reads():
     table = op.support_matrix()
-    assert table["a position bias"] == dict(splash="-", cudnn="-", xla="yes", tiled="yes", reference="yes")
+    assert table["a position bias"] == dict(splash="-", cudnn="-", ring="yes", xla="yes", tiled="yes", reference="yes")
     both = table["a window on the distance with no causal mask"]
-    assert both == dict(splash="yes", cudnn="-", xla="yes", tiled="yes", reference="yes")
+    assert both == dict(splash="yes", cudnn="-", ring="yes", xla="yes", tiled="yes", reference="yes")
     assert set(table["platform"]) == set(op.IMPLEMENTATIONS)
 
 

@@ -12,11 +12,12 @@ import pytest
 from jax.sharding import NamedSharding
 
 from model import placement
+from model.errors import UserError
 from model.ops import attention as op
-from model.ops import sharing, tiled_attention
+from model.ops import ring_attention, sharing, tiled_attention
 from model.ops.attention import Bias, attention
 from model.ops.fused_attention import splash
-from model.ops.mask import CAUSAL, Prefix, window
+from model.ops.mask import CAUSAL, FULL, Prefix, window
 from tests import meshes, zoo
 from tests.test_attention import slope
 from train.sharding import AXES, make_mesh
@@ -44,12 +45,13 @@ def arrays(kv_heads: int, length: int = L, dim: int = K) -> dict[str, np.ndarray
     rng = np.random.default_rng(0)
     shapes = dict(q=(B, length, H, dim), k=(B, length, kv_heads, dim), v=(B, length, kv_heads, dim))
     shapes |= dict(bias=(H,), sinks=(H,), additive=(H, dim), weight=(B, length, H, dim), weight_lse=(B, length, H))
+    shapes |= dict(levels=(B, length, H))
     return {name: np.abs(rng.normal(size=shape)).astype(np.float32) for name, shape in shapes.items()}
 
 
 def on_mesh(function, sizes, values):
-    """The function compiled for a mesh of the devices here, and values as they lie on it."""
-    mesh = make_mesh(dict.fromkeys(AXES, 1) | sizes)
+    """The function compiled for a mesh of devices here, and values as they lie on it."""
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | sizes, jax.devices()[: math.prod(sizes.values())])
 
     def traced(*args):
         with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(meshes.RULES):
@@ -69,6 +71,7 @@ def step(values, implementation, additive=False, **call):
 
     def objective(values):
         extra = dict(additive=values["additive"]) if additive else {}
+        extra |= dict(q_levels=values["levels"], k_levels=values["levels"])
         bias, sinks = Bias(values["bias"], slope, ("heads",)), values["sinks"]
         out, lse = attention(
             *(values[name] for name in "qkv"),
@@ -86,12 +89,12 @@ def step(values, implementation, additive=False, **call):
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2], ids=["multi-query", "grouped"])
-@pytest.mark.parametrize("implementation", ["xla", "tiled"])
+@pytest.mark.parametrize("implementation", ["xla", "tiled", None])
 def test_a_mesh_changes_nothing(implementation, kv_heads):
     """Every feature at once, on every way to share a call out."""
     values = arrays(kv_heads)
     run = partial(step, implementation=implementation, **EVERYTHING)
-    want = jax.jit(run)(values)
+    want = jax.jit(partial(step, implementation="xla", **EVERYTHING))(values)
     for name, sizes in MESHES.items():
         if name == "rows and heads" and kv_heads == 2:
             continue  # nothing new
@@ -123,7 +126,7 @@ def test_every_device_computes_its_part(sizes):
         seen = []
 
         def trace(q, k):
-            seen.append(sharing.share(*op.prepare(q, k, k), None).seen)
+            seen.append(sharing.share(*op.prepare(q, k, k), None, "tiled").seen)
             return q
 
         jax.eval_shape(trace, q, k)
@@ -157,13 +160,86 @@ def test_splash_takes_a_stretch_of_the_queries(options, within, monkeypatch):
         assert zoo.far(one, other) < within
 
 
+RINGS = {
+    "causal": dict(),
+    "bidirectional": dict(mask=FULL),
+    "a window back": dict(mask=CAUSAL & window(12)),
+    "a window both ways": dict(mask=window(12)),
+    "a window that reaches all": dict(mask=window(60)),
+    "a prefix": dict(mask=CAUSAL | Prefix(9)),
+    "padding": dict(mask=FULL, q_segments=SEGMENTS > 0, k_segments=SEGMENTS > 0, right_padded=True),
+    "documents": dict(q_segments=SEGMENTS, k_segments=SEGMENTS, q_positions=POSITIONS, k_positions=POSITIONS),
+    "additive": dict(additive=True),
+}
+
+
+@pytest.mark.parametrize("call", RINGS.values(), ids=RINGS)
+@pytest.mark.parametrize("sizes", [dict(sequence=8), dict(data=2, sequence=4)], ids=["8", "2 x 4"])
+def test_a_ring_is_attention(call, sizes):
+    """Whoever sees whom; with an odd number of tiles to a stretch, and a half that tiles do not divide."""
+    values = arrays(2)
+    want = jax.jit(partial(step, implementation="xla", **call))(values)
+    compiled, placed = on_mesh(partial(step, implementation="ring", **call), sizes, values)
+    for one, other in zip(jax.tree.leaves(compiled(placed)), jax.tree.leaves(want), strict=True):
+        assert zoo.far(one, other) < 1e-5
+
+
+def plain(values, implementation):
+    return jax.grad(lambda values: jnp.sum(attention(*(values[x] for x in "qkv"), implementation=implementation) ** 2))(
+        values
+    )
+
+
+def test_a_ring_gathers_nothing_and_shares_out_memory(monkeypatch):
+    """Compiled for 1, 2, 4 and 8 devices: what one of them needs falls as their number grows."""
+    monkeypatch.setattr(tiled_attention, "tile_shape", lambda o: (64, 64))
+    values = {name: leaf[:1, :, :1] for name, leaf in arrays(1, 16_384, 32).items() if name in "qkv"}
+    memory = {}
+    for n in (1, 2, 4, 8):
+        compiled, _ = on_mesh(partial(plain, implementation="ring" if n > 1 else "tiled"), dict(sequence=n), values)
+        memory[n] = compiled.memory_analysis().temp_size_in_bytes
+        sent = set(
+            re.findall(r" (all-gather|all-to-all|reduce-scatter|collective-permute)[\w-]*\(", compiled.as_text())
+        )
+        assert sent == ({"collective-permute"} if n > 1 else set())
+    assert memory[8] < 0.3 * memory[2] and memory[4] < 0.6 * memory[2], memory
+
+
+def test_causal_work_is_balanced():
+    """In zigzag, as many tiles hold a visible pair on every device; in order, on the last one the most."""
+    n, length = 8, 64
+    order = np.arange(length).reshape(2 * n, -1)
+    zigzag = np.stack([np.concatenate([order[d], order[2 * n - 1 - d]]) for d in range(n)])
+    for places, even in ((zigzag, True), (order.reshape(n, -1), False)):
+        work = [(places[d][:, None] >= np.arange(length)).sum() for d in range(n)]
+        assert (max(work) <= 1.01 * min(work)) == even
+    mesh = make_mesh(dict.fromkeys(AXES, 1) | dict(sequence=n))
+    spec = jax.sharding.PartitionSpec(None, "sequence")
+
+    def there_and_back(x):
+        there = ring_attention.dealt(x, ("sequence",))
+        return there, ring_attention.taken_back(there, ("sequence",))
+
+    there, back = jax.shard_map(there_and_back, mesh=mesh, in_specs=spec, out_specs=(spec, spec))(
+        jnp.arange(length)[None]
+    )
+    np.testing.assert_array_equal(np.asarray(there)[0].reshape(n, -1), zigzag)
+    np.testing.assert_array_equal(np.asarray(back)[0], np.arange(length))
+
+
+def test_a_ring_needs_devices_that_share_the_length():
+    q = jnp.zeros((1, 8, 2, 4))
+    with pytest.raises(UserError, match="'ring' cannot serve a call without keys and values that go round"):
+        attention(q, q, q, implementation="ring")
+
+
 def test_what_is_gathered_is_told_once(caplog):
     sharing.say.cache_clear()
     mesh = meshes.mesh_of("tpu", sequence=8)
     q = meshes.laid(mesh, jax.ShapeDtypeStruct((B, 1024, H, 64), jnp.bfloat16), None, "sequence")
 
     def layers(q):
-        return attention(attention(q, q, q), q, q)
+        return attention(attention(q, q, q, implementation="splash"), q, q, implementation="splash")
 
     with caplog.at_level("WARNING"):
         meshes.lowered(mesh, layers, q)

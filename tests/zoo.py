@@ -32,6 +32,7 @@ VARIANTS = {
         {"n_heads": 3, "head_dim": 8, "bias": "all", "qk_norm": "all", "scale": 0.5, "gate": True},
     ],
     "b2s6": [{"blocks": 2, "state": 8}],
+    "fox": [{"window": 4, "n_kv_heads": 2}],
     "gru": [{"hidden": 12}],
     "lru": [{"window": 4}],
     "lstm": [{"hidden": 12}],
@@ -44,7 +45,7 @@ VARIANTS = {
     "s4d": [{"A_init": "inv", "state": 8}, {"A_init": "legs", "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
 }
-REFERENCE = {"attention": "reference", "mla": "reference"}
+REFERENCE = {"attention": "reference", "fox": "reference", "mla": "reference"}
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
 # Every mixer once, and every position once more.
@@ -52,6 +53,12 @@ PAIRS = [(name, "none") for name in ALONE] + [("attention", name) for name in PO
 # Rows of the laws as grids of three columns.
 PLACES = {name: {"columns": 3} for name, position in POSITIONS.items() if position.on_grid}
 INSIDE = [name for name, position in POSITIONS.items() if position.needs_attention]
+EVERY_POSITION = ("attention", "mla")  # mixers that are tried with all of them; others of the softmax have one
+
+
+def positions(name: str) -> list[str]:
+    """Those that act inside a mixer, by which it is tried."""
+    return INSIDE if name in EVERY_POSITION else ["rope"] if MIXERS[name].softmax else []
 
 
 def named(name: str, settings: dict, position: str):
@@ -65,7 +72,7 @@ def matrix() -> list:
         named(name, settings, position)
         for name in ALONE
         for settings in [{}, *VARIANTS.get(name, [])]
-        for position in ["none", *(INSIDE if MIXERS[name].softmax else [])]
+        for position in ["none", *positions(name)]
     ]
 
 

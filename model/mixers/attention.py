@@ -104,15 +104,21 @@ class Attention(Mixer):
         streams = bool(self.sink_tokens) or (self.window is not None and state is not None)
         if not streams:
             q, k = position.rotate_queries(q, at, span), position.rotate_keys(k, at, span)
+        levels = self.levels(x, ctx, state)
         if state is None:
-            call |= whole_row(ctx, call)
+            call |= whole_row(ctx, call) | dict(q_levels=levels, k_levels=levels)
         else:
-            seen, places, state = remember(self.cache, ctx, state, k=k, v=v)
-            k, v, call = seen["k"], seen["v"], call | places
+            new = dict(k=k, v=v) | ({} if levels is None else dict(levels=levels))
+            seen, places, state = remember(self.cache, ctx, state, **new)
+            k, v, call = seen["k"], seen["v"], call | places | dict(q_levels=levels, k_levels=seen.get("levels"))
         y = stream(self, position, q, k, v, **call) if streams else look(self, q, k, v, **call)
         if self.gate:
             y = y * nn.sigmoid(dense((H, K), INTO_HEADS, self.dtype, "gate", bias=self.bias == "all")(x))
         return out_of_heads(self, y), state
+
+    def levels(self, x: jax.Array, ctx: Context, state: State) -> jax.Array | None:
+        """What lowers scores by the distance between two tokens' own, `[B, L, H]`; None: nothing."""
+        return None
 
     def scoring(self, position: Position, ctx: Context) -> dict[str, Any]:
         """How the op is to score: everything but queries, keys and their places."""

@@ -20,6 +20,7 @@ from model.ops import sharing
 from model.ops.dense_attention import reference, weights_and_lse, xla
 from model.ops.fused_attention import cudnn, splash
 from model.ops.mask import CAUSAL, FULL, Mask
+from model.ops.ring_attention import ring
 from model.ops.scores import Bias, Form, Operands
 from model.ops.tiled_attention import tiled
 
@@ -35,8 +36,10 @@ FEATURES = {
     "soft cap": "soft-capped scores",
     "sinks": "attention sinks",
     "additive": "additive scores",
+    "levels": "a decay that tokens decide (forgetting attention)",
     "lse": "the log-sum-exp as a second output",
     "value dim": "values of another dim than the keys",
+    "ring": "keys and values that go round the devices of a shared length",
 }
 
 
@@ -63,6 +66,7 @@ class Implementation:
     run: Callable[[Form, Operands], tuple[jax.Array, jax.Array | None]]
     summary: str
     lacks: frozenset[str] = frozenset()  # of FEATURES
+    needs: frozenset[str] = frozenset()  # of FEATURES, without which it cannot be called
     lacks_together: tuple[frozenset[str], ...] = ()  # features that it has, but not in one call
     chips: tuple[Chip, ...] = ()  # (): any
     dtypes: tuple[str, ...] = ()  # (): any
@@ -91,9 +95,18 @@ IMPLEMENTATIONS = {
         dtypes=("bfloat16", "float16"),
         head_dims=8,
     ),
-    "xla": Implementation(run=xla, summary="all scores at once; memory grows with L M"),
-    "tiled": Implementation(run=tiled, summary="a tile of scores at a time, in plain XLA; memory grows with L"),
-    "reference": Implementation(run=reference, summary="the definition, one head after another"),
+    "ring": Implementation(
+        run=ring,
+        summary="tiles of a device's own queries and keys that go round the devices",
+        needs=frozenset({"ring"}),
+    ),
+    "xla": Implementation(run=xla, summary="all scores at once; memory grows with L M", lacks=frozenset({"ring"})),
+    "tiled": Implementation(
+        run=tiled, summary="a tile of scores at a time, in plain XLA; memory grows with L", lacks=frozenset({"ring"})
+    ),
+    "reference": Implementation(
+        run=reference, summary="the definition, one head after another", lacks=frozenset({"ring"})
+    ),
 }
 
 # Bytes of scores on a device up to which the dense form is taken where no fused kernel serves; with gradient it holds
@@ -116,7 +129,7 @@ def attention(
     part, and what it is picked by is that part.
     """
     form, o = prepare(q, k, v, **call)
-    shared = sharing.share(form, o, call["bias"].axes if form.bias else None)
+    shared = sharing.share(form, o, call["bias"].axes if form.bias else None, implementation)
     chosen = pick(implementation, shared.form, shared.seen, with_lse)
     out, *lse = sharing.on_each_device(chosen.run, shared, outputs=2 if with_lse else 1)
     out = out.reshape(*q.shape[:3], v.shape[-1])
@@ -145,6 +158,8 @@ def prepare(
     bias: Bias | None = None,
     sinks: jax.Array | None = None,
     additive: jax.Array | None = None,
+    q_levels: jax.Array | None = None,
+    k_levels: jax.Array | None = None,
     right_padded: bool = False,
 ) -> tuple[Form, Operands]:
     """A call in the shape the implementations take.
@@ -152,8 +167,9 @@ def prepare(
     Positions and segments are `[B or 1, L]` and `[B or 1, M]`; no positions at all means 0, 1, 2, ... By them, `mask`
     says who sees whom in a document. `scale` is 1/sqrt(K) unless given, and 1 for additive scores. `soft_cap` c turns
     a score s into c tanh(s/c); then `bias` is added. `sinks` `[H]` are logits that take part in the softmax and have no
-    value; `additive` `[H, K]` are the weights of Bahdanau's score. `right_padded`: segments are of one document a row,
-    with padding behind it; what padding then gets means nothing.
+    value; `additive` `[H, K]` are the weights of Bahdanau's score. `q_levels` `[B, L, H]` and `k_levels` `[B, M, H]`
+    lower a score by the distance between the two. `right_padded`: segments are of one document a row, with padding
+    behind it; what padding then gets means nothing.
     """
     (B, L, H, K), G = q.shape, k.shape[2]
     if H % G:
@@ -183,6 +199,8 @@ def prepare(
         bias=None if bias is None else bias.params,
         sinks=None if sinks is None else sinks.reshape(G, H // G),
         additive=None if additive is None else additive.reshape(G, H // G, K),
+        q_levels=None if q_levels is None else q_levels.reshape(B, L, G, H // G),
+        k_levels=None if k_levels is None else k_levels.reshape(B, -1, G, H // G),
     )
     return form, operands
 
@@ -203,8 +221,10 @@ def features(form: Form, o: Operands, with_lse: bool) -> set[str]:
         "soft cap": form.soft_cap > 0,
         "sinks": o.sinks is not None,
         "additive": o.additive is not None,
+        "levels": o.q_levels is not None,
         "lse": with_lse,
         "value dim": o.v.shape[-1] != o.q.shape[-1],
+        "ring": bool(form.ring),
     }
     return {name for name, given in used.items() if given}
 
@@ -214,6 +234,7 @@ def lacking(name: str, form: Form, o: Operands, with_lse: bool) -> list[str]:
     can, used, dtype = IMPLEMENTATIONS[name], features(form, o, with_lse), jnp.dtype(o.q.dtype).name
     reasons = [FEATURES[feature] for feature in FEATURES if feature in used & can.lacks]
     reasons += [together(features) for features in can.lacks_together if features <= used]
+    reasons += [f"a call without {FEATURES[feature]}" for feature in sorted(can.needs - used)]
     chips = [chip for chip in can.chips if chip.meant()]
     if can.chips and not chips:
         reasons.append(f"the platform {placement.chip()} (it runs on {can.chips[0]})")
@@ -247,7 +268,7 @@ def pick(given: str | None, form: Form, o: Operands, with_lse: bool) -> Implemen
                 f"leave it unset, or choose from {', '.join(n for n in IMPLEMENTATIONS if not lacking(n, *call))}"
             )
         return chosen
-    for name in ("splash", "cudnn"):
+    for name in ("ring", "splash", "cudnn"):
         if not lacking(name, *call):
             return IMPLEMENTATIONS[name]
     scores = math.prod(o.q.shape[:4]) * o.k.shape[1] * wide(o.q.dtype).itemsize

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import wide
-from model.ops.scores import Form, Operands, raw_scores, shape_scores, visible
+from model.ops.scores import Form, Operands, levels, raw_scores, shape_scores, visible
 
 LOW = -1e30  # the logit of a key that is not seen; finite, so that its gradient is
 
@@ -28,6 +28,8 @@ def reference(form: Form, o: Operands) -> tuple[jax.Array, jax.Array]:
             scores = form.soft_cap * jnp.tanh(scores / form.soft_cap)
         if bias is not None:
             scores = scores + bias[:, h]
+        if o.q_levels is not None:
+            scores = scores - jnp.abs(o.q_levels[:, :, None, g, r] - o.k_levels[:, None, :, g, r])
         if mask is not None:
             scores = jnp.where(mask, scores, LOW)
         if o.sinks is not None:
@@ -43,7 +45,8 @@ def reference(form: Form, o: Operands) -> tuple[jax.Array, jax.Array]:
 
 def weights_and_lse(form: Form, o: Operands) -> tuple[jax.Array, jax.Array]:
     """The weights `[B, G, R, L, M]`, and the logs of their denominators `[B, G, R, L]`."""
-    scores = shape_scores(form, raw_scores(o.q, o.k, o.additive), o.bias, o.q_positions, o.k_positions)
+    raw = raw_scores(o.q, o.k, o.additive)
+    scores = shape_scores(form, raw, o.bias, o.q_positions, o.k_positions, levels(o))
     mask = visible(form, o.q_positions, o.k_positions, o.q_segments, o.k_segments)
     return softmax(scores, None if mask is None else mask[:, None, None], o.sinks)
 

@@ -39,6 +39,7 @@ class Form:
     bias: Callable | None
     right_padded: bool  # segments, where there are any, are of one document a row with padding behind it
     stretches: int  # both positions are 0, 1, 2, ...; above 1: queries are one of so many stretches. 0: they are not
+    ring: tuple[str, ...] = ()  # mesh axes round which keys and values go; a device holds a stretch of them
 
 
 @struct.dataclass
@@ -55,6 +56,8 @@ class Operands:
     bias: Any  # the parameters of the form's bias
     sinks: jax.Array | None  # [G, R]: a logit that takes weight and gives nothing
     additive: jax.Array | None  # [G, R, K]: scores are additive . tanh(q + k), not q . k
+    q_levels: jax.Array | None = None  # [B, L, G, R]: how far apart the levels of two tokens are, scores are lower
+    k_levels: jax.Array | None = None  # [B, M, G, R]
 
 
 def raw_scores(q: jax.Array, k: jax.Array, additive: jax.Array | None) -> jax.Array:
@@ -68,15 +71,32 @@ def raw_scores(q: jax.Array, k: jax.Array, additive: jax.Array | None) -> jax.Ar
     return jnp.einsum("bgrlmk,grk->bgrlm", hidden, additive.astype(dtype))
 
 
-def shape_scores(form: Form, scores: jax.Array, params: Any, q_positions: jax.Array, k_positions: jax.Array):
-    """Raw scores scaled, capped and biased, in this order."""
+Levels = tuple[jax.Array, jax.Array]
+
+
+def shape_scores(
+    form: Form,
+    scores: jax.Array,
+    params: Any,
+    q_positions: jax.Array,
+    k_positions: jax.Array,
+    levels: Levels | None = None,
+) -> jax.Array:
+    """Raw scores scaled, capped, biased, and lowered by what is forgotten between two tokens, in this order."""
     scores = scores * form.scale
     if form.soft_cap:
         scores = form.soft_cap * jnp.tanh(scores / form.soft_cap)
     if form.bias is not None:
         bias = form.bias(params, q_positions, k_positions)
         scores = scores + bias.reshape(bias.shape[0], *scores.shape[1:3], *bias.shape[2:])
+    if levels is not None:
+        q, k = (jnp.moveaxis(x, 1, 3) for x in levels)
+        scores = scores - jnp.abs(q[..., :, None] - k[..., None, :])
     return scores
+
+
+def levels(o: Operands) -> Levels | None:
+    return None if o.q_levels is None else (o.q_levels, o.k_levels)
 
 
 def visible(

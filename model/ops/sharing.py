@@ -1,9 +1,9 @@
 """Attention on a mesh: every device computes its own rows, heads and queries.
 
-Where devices share the length, two ways lead queries to their keys. If there are heads enough, tokens are exchanged for
-heads (all-to-all, https://arxiv.org/abs/2309.14509): a device then has the whole length of a few heads, which any
-implementation serves and which leaves equal work to all. Else a device keeps its own stretch of the queries and
-gathers all keys and values.
+Where devices share the length, three ways lead queries to their keys. If there are heads enough, tokens are exchanged
+for heads (all-to-all, https://arxiv.org/abs/2309.14509): a device then has the whole length of a few heads, which any
+implementation serves and which leaves equal work to all. Else a device keeps its own stretch of the queries, and keys
+and values go round in a ring, or are all gathered where another implementation is asked for or lengths do not divide.
 """
 
 import dataclasses
@@ -34,12 +34,14 @@ class Shared:
     length: tuple[str, ...]  # the mesh axes that share the length of the keys
 
 
-def share(form: Form, o: Operands, bias: Any) -> Shared:
+def share(form: Form, o: Operands, bias: Any, implementation: str | None = None) -> Shared:
     """How the mesh in force shares out a call, and what it leaves to one device; bias: the axes of its parameters."""
     (B, L, G, R, K), M = o.q.shape, o.k.shape[1]
     H, stretches, parts = G * R, placement.shards("length", L), placement.shards("length", M)
-    exchanged = stretches == parts > 1 and H % placement.shards(("heads", "length")) == 0
+    exchanged = stretches == parts > 1 and H % placement.shards(("heads", "length")) == 0 and implementation != "ring"
+    ring = stretches == parts > 1 and not exchanged and implementation in (None, "ring")
     heads, stretch = (("heads", "length"), None) if exchanged else ("heads", "length")
+    passing = "length" if ring else None
     # Heads that read one key-value head are parted until every device has some.
     groups, sources = (math.lcm(G, placement.shards(axis, H)) for axis in (heads, "heads"))
     o = o.replace(
@@ -48,32 +50,44 @@ def share(form: Form, o: Operands, bias: Any) -> Shared:
         v=repeated(o.v, sources),
         sinks=None if o.sinks is None else o.sinks.reshape(groups, -1),
         additive=None if o.additive is None else o.additive.reshape(groups, -1, K),
+        q_levels=None if o.q_levels is None else o.q_levels.reshape(B, L, groups, -1),
+        k_levels=None if o.k_levels is None else o.k_levels.reshape(B, M, groups, -1),
     )
     axes = Operands(
         q=("batch", stretch, heads, None, None),
-        k=("batch", None, heads, None),
-        v=("batch", None, heads, None),
+        k=("batch", passing, heads, None),
+        v=("batch", passing, heads, None),
         q_positions=("batch", stretch),
-        k_positions=("batch", None),
+        k_positions=("batch", passing),
         q_segments=None if o.q_segments is None else ("batch", stretch),
-        k_segments=None if o.k_segments is None else ("batch", None),
+        k_segments=None if o.k_segments is None else ("batch", passing),
         bias=jax.tree.map(lambda _, names: tuple(heads if name == "heads" else name for name in names), o.bias, bias),
         sinks=None if o.sinks is None else (heads, None),
         additive=None if o.additive is None else (heads, None, None),
+        q_levels=None if o.q_levels is None else ("batch", stretch, heads, None),
+        k_levels=None if o.k_levels is None else ("batch", passing, heads, None),
     )
 
     def part(leaf, names):
         return jax.ShapeDtypeStruct(placement.held(names, leaf.shape), leaf.dtype)
 
     k, v = (jax.ShapeDtypeStruct((*x.shape[:2], groups, x.shape[3]), x.dtype) for x in (o.k, o.v))
-    tokens = ("batch", "length", "heads", None)
+    tokens, names = ("batch", "length", "heads", None), placement.axes("length")
+    if form.stretches and not exchanged:
+        form = dataclasses.replace(form, stretches=stretches)
     return Shared(
-        form=dataclasses.replace(form, stretches=stretches) if form.stretches and not exchanged else form,
+        form=dataclasses.replace(form, ring=names) if ring else form,
         o=o,
-        lying=axes.replace(q=(*tokens, None), k=tokens, v=tokens),
+        lying=axes.replace(
+            q=(*tokens, None),
+            k=tokens,
+            v=tokens,
+            q_levels=None if o.q_levels is None else tokens,
+            k_levels=None if o.k_levels is None else tokens,
+        ),
         seen=jax.tree.map(part, o.replace(k=k, v=v), axes),
         exchanged=exchanged,
-        length=placement.axes("length") if parts > 1 else (),
+        length=names if parts > 1 else (),
     )
 
 
@@ -90,13 +104,18 @@ def on_each_device(run: Callable, call: Shared, outputs: int) -> tuple[jax.Array
             to_heads = partial(lax.all_to_all, axis_name=call.length, split_axis=2, concat_axis=1, tiled=True)
             to_tokens = partial(lax.all_to_all, axis_name=call.length, split_axis=1, concat_axis=2, tiled=True)
             k, v = (to_heads(repeated(x, o.q.shape[2])) for x in (o.k, o.v))
-            return tuple(map(to_tokens, run(call.form, o.replace(q=to_heads(o.q), k=k, v=v))[:outputs]))
-        if call.length:  # once, before any loop over tiles; the gradient is scattered back as it is summed
-            k, v = (lax.all_gather(x, call.length, axis=1, tiled=True) for x in (o.k, o.v))
-            o = o.replace(k=k, v=v)
+            q, q_levels, k_levels = jax.tree.map(to_heads, (o.q, o.q_levels, o.k_levels))
+            whole = o.replace(q=q, k=k, v=v, q_levels=q_levels, k_levels=k_levels)
+            return tuple(map(to_tokens, run(call.form, whole)[:outputs]))
+        if (
+            call.length and not call.form.ring
+        ):  # once, before any loop over tiles; the gradient is scattered back as it is summed
+            gather = partial(lax.all_gather, axis_name=call.length, axis=1, tiled=True)
+            k, v, k_levels = jax.tree.map(gather, (o.k, o.v, o.k_levels))
+            o = o.replace(k=k, v=v, k_levels=k_levels)
         return run(call.form, o)[:outputs]
 
-    if call.length and call.seen.q.shape[1] < call.o.q.shape[1]:
+    if call.length and not call.form.ring and call.seen.q.shape[1] < call.o.q.shape[1]:
         tell(call)
     specs = jax.tree.map(lambda leaf, names: placement.spec(names, leaf.shape), call.o, call.lying)
     by_query = (specs.q, PartitionSpec(*specs.q[:4]))[:outputs]

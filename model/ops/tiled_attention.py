@@ -17,7 +17,7 @@ from model import placement
 from model.contract import wide
 from model.ops.dense_attention import LOW
 from model.ops.mask import FULL, Block
-from model.ops.scores import Form, Operands, raw_scores, shape_scores, visible
+from model.ops.scores import Form, Operands, levels, raw_scores, shape_scores, visible
 
 
 def tiled(form: Form, o: Operands, block: tuple[int, int] | None = None) -> tuple[jax.Array, jax.Array]:
@@ -96,6 +96,8 @@ def pad(o: Operands, queries: int, keys: int) -> Operands:
         k_positions=longer(o.k_positions, keys, "edge"),
         q_segments=longer(q_segments, queries),
         k_segments=longer(k_segments, keys),
+        q_levels=longer(o.q_levels, queries),
+        k_levels=longer(o.k_levels, keys),
     )
 
 
@@ -120,6 +122,8 @@ def in_tiles(o: Operands, tile: tuple[int, int]) -> Operands:
         k_positions=split_length(o.k_positions, m),
         q_segments=split_length(o.q_segments, l),
         k_segments=split_length(o.k_segments, m),
+        q_levels=split_length(o.q_levels, l),
+        k_levels=split_length(o.k_levels, m),
     )
 
 
@@ -133,6 +137,8 @@ def at(o: Operands, i: jax.Array, j: jax.Array) -> Operands:
         k_positions=o.k_positions[j],
         q_segments=None if o.q_segments is None else o.q_segments[i],
         k_segments=None if o.k_segments is None else o.k_segments[j],
+        q_levels=None if o.q_levels is None else o.q_levels[i],
+        k_levels=None if o.k_levels is None else o.k_levels[j],
     )
 
 
@@ -181,7 +187,8 @@ def forward(form: Form, tile: tuple[int, int], pairs: Pairs, o: Operands):
         t = at(c, i, j)
 
         def see(top, total, sum_):
-            scores = shape_scores(form, raw_scores(t.q, t.k, t.additive), t.bias, t.q_positions, t.k_positions)
+            raw = raw_scores(t.q, t.k, t.additive)
+            scores = shape_scores(form, raw, t.bias, t.q_positions, t.k_positions, levels(t))
             mask = tile_mask(form, t)
             if mask is not None:
                 scores = jnp.where(mask, scores, -jnp.inf)
@@ -208,6 +215,12 @@ def forward(form: Form, tile: tuple[int, int], pairs: Pairs, o: Operands):
 
 
 def backward(form: Form, tile: tuple[int, int], pairs: Pairs, kept, grads):
+    wide_ones = gradients(form, tile, pairs, kept, grads)
+    return (jax.tree.map(lambda grad, x: grad.astype(x.dtype), wide_ones, learned(kept[0])),)
+
+
+def gradients(form: Form, tile: tuple[int, int], pairs: Pairs, kept, grads) -> Operands:
+    """Gradients by all that is learned, in the wide dtype."""
     o, out, lse = kept
     d_out, d_lse = grads
     dtype = wide(o.q.dtype)
@@ -221,14 +234,17 @@ def backward(form: Form, tile: tuple[int, int], pairs: Pairs, kept, grads):
     d_outs, lses, deltas = by_head(d_out.astype(o.v.dtype)), by_head(lse), by_head(delta)
 
     def step(carry, pair):
-        d_q, d_k, d_v, d_shared = carry
+        by_query, by_key, d_shared = carry
         i, j, want = pair
         t = at(c, i, j)
 
-        def see(d_q, d_k, d_v, d_shared):
+        def see(by_query, by_key, d_shared):
             raw, pull_raw = scores_with_pull(t)
             scores, pull = jax.vjp(
-                lambda raw, bias: shape_scores(form, raw, bias, t.q_positions, t.k_positions), raw, t.bias
+                lambda raw, bias, levels: shape_scores(form, raw, bias, t.q_positions, t.k_positions, levels),
+                raw,
+                t.bias,
+                levels(t),
             )
             weights = jnp.exp(scores - lses[i][..., None])
             mask = tile_mask(form, t)
@@ -236,35 +252,47 @@ def backward(form: Form, tile: tuple[int, int], pairs: Pairs, kept, grads):
                 weights = jnp.where(mask, weights, 0)
             d_seen = jnp.einsum("bgrlm,bgrlv->bgmv", weights.astype(t.v.dtype), d_outs[i], preferred_element_type=dtype)
             d_weights = jnp.einsum("bgrlv,bmgv->bgrlm", d_outs[i], t.v, preferred_element_type=dtype)
-            d_raw, d_bias = pull(weights * (d_weights - deltas[i][..., None]))
+            d_raw, d_bias, d_levels = pull(weights * (d_weights - deltas[i][..., None]))
             d_query, d_key, d_additive = pull_raw(d_raw)
-            d_shared = jax.tree.map(jnp.add, d_shared, (d_bias, d_additive))
-            return d_q + d_query, d_k + d_key, d_v + jnp.moveaxis(d_seen, 1, 2), d_shared
+            q_level, k_level = d_levels or (None, None)
+            more = (d_query, q_level), (d_key, jnp.moveaxis(d_seen, 1, 2), k_level), (d_bias, d_additive)
+            return jax.tree.map(jnp.add, (by_query, by_key, d_shared), more)
 
-        new = when(pairs.sparse, want, see, d_q[i], d_k[j], d_v[j], d_shared)
-        at_block = (i, j, j)
-        arrays = tuple(
-            lax.dynamic_update_index_in_dim(x, y, b, 0) for x, y, b in zip(carry[:3], new[:3], at_block, strict=True)
+        there = partial(jax.tree.map, lambda x, block: x[block])
+        places = jax.tree.map(lambda _: i, by_query), jax.tree.map(lambda _: j, by_key)
+        old = there((by_query, by_key), places)
+        *new, d_shared = when(pairs.sparse, want, see, *old, d_shared)
+        arrays = jax.tree.map(
+            lambda x, y, block: lax.dynamic_update_index_in_dim(x, y, block, 0), (by_query, by_key), tuple(new), places
         )
-        return (*arrays, new[3]), None
+        return (*arrays, d_shared), None
 
-    start = (*(jnp.zeros(x.shape, dtype) for x in (c.q, c.k, c.v)), jax.tree.map(jnp.zeros_like, (o.bias, o.additive)))
-    (d_q, d_k, d_v, (d_bias, d_additive)), _ = lax.scan(step, start, (pairs.i, pairs.j, wanted))
-    d_sinks = None
-    if o.sinks is not None:
-        d_sinks = -jnp.sum(jnp.exp(o.sinks - lse) * delta, axis=(0, 1)).astype(o.sinks.dtype)
-    nothing = dict(q_positions=None, k_positions=None, q_segments=None, k_segments=None)
-    return (
-        o.replace(
-            q=unblocks(d_q).astype(o.q.dtype),
-            k=unblocks(d_k).astype(o.k.dtype),
-            v=unblocks(d_v).astype(o.v.dtype),
-            bias=d_bias,
-            sinks=d_sinks,
-            additive=d_additive,
-            **nothing,
-        ),
+    zeros = partial(jax.tree.map, lambda x: jnp.zeros(x.shape, dtype))
+    start = zeros((c.q, c.q_levels)), zeros((c.k, c.v, c.k_levels)), jax.tree.map(jnp.zeros_like, (o.bias, o.additive))
+    (by_query, by_key, (d_bias, d_additive)), _ = lax.scan(step, start, (pairs.i, pairs.j, wanted))
+    (d_q, q_levels), (d_k, d_v, k_levels) = jax.tree.map(unblocks, (by_query, by_key))
+    return learned(o).replace(
+        q=d_q,
+        k=d_k,
+        v=d_v,
+        bias=d_bias,
+        sinks=pull_of_sinks(o, out, lse, grads),
+        additive=d_additive,
+        q_levels=q_levels,
+        k_levels=k_levels,
     )
+
+
+def pull_of_sinks(o: Operands, out: jax.Array, lse: jax.Array, grads) -> jax.Array | None:
+    if o.sinks is None:
+        return None
+    d_out, d_lse = grads
+    return -jnp.sum(jnp.exp(o.sinks - lse) * (jnp.sum(d_out * out, axis=-1) - d_lse), axis=(0, 1))
+
+
+def learned(o: Operands) -> Operands:
+    """The operands that have a gradient."""
+    return o.replace(q_positions=None, k_positions=None, q_segments=None, k_segments=None)
 
 
 def scores_with_pull(t: Operands):

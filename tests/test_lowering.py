@@ -3,6 +3,7 @@ meshes of many devices, none of which need be here; and what `None` picks there 
 """
 
 import itertools
+from functools import lru_cache
 
 import flax.linen as nn
 import jax
@@ -30,6 +31,13 @@ WIDTH, LENGTH = 64, 512
 SETTINGS = {"mamba2": dict(head_dim=16, state=16)}
 
 
+@lru_cache(4)  # one for the tests of a mixer
+def declared(mixer):
+    """The parameters of a mixer, with the names of their axes."""
+    x = jax.ShapeDtypeStruct((1, 4, WIDTH), mixer.dtype)
+    return jax.eval_shape(lambda x: mixer.init(jax.random.key(0), x, Context(memory=x)), x)
+
+
 def mixer_step(mixer, mesh, packed=False):
     """The program of a mixer's value and gradients on a mesh."""
     x = jax.ShapeDtypeStruct((256, LENGTH, WIDTH), mixer.dtype)
@@ -40,7 +48,7 @@ def mixer_step(mixer, mesh, packed=False):
         y, _ = mixer.apply(variables, x, here.replace(memory=x))
         return jnp.sum(y.astype(jnp.float32) ** 2)
 
-    boxed = jax.eval_shape(lambda x: mixer.init(jax.random.key(0), x, Context(memory=x)), x)
+    boxed = declared(mixer.clone(dtype=jnp.float32))  # what is computed in changes no parameter
     variables = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         nn.unbox(boxed),

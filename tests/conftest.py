@@ -86,23 +86,3 @@ def quick_draws(monkeypatch):
     from tests.draws import HASH
 
     monkeypatch.setattr(jax.random, "key", functools.partial(jax.random.key, impl=HASH))
-
-
-@pytest.fixture
-def quick_checks(monkeypatch):
-    """Whether an update is finite is found out by a product, where it does not matter how.
-
-    A scalar made from every leaf is fused into the update of every leaf, so that compiling grows with the square of
-    their number; products are not fused.
-    """
-    import jax  # once the environment above is set
-    import jax.numpy as jnp
-
-    from train import step
-
-    def all_finite(tree):
-        floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        good = jnp.stack([jnp.isfinite(x).all() for x in floats]).astype(jnp.float32)
-        return jnp.dot(good, good) == len(floats)
-
-    monkeypatch.setattr(step, "all_finite", all_finite)

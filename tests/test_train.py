@@ -60,7 +60,7 @@ def stacked(mixers: list[str]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.scale
-@pytest.mark.usefixtures("quick_draws", "quick_checks")
+@pytest.mark.usefixtures("quick_draws")
 @pytest.mark.parametrize(
     "mixers, causal, mesh", SHARED, ids=["+".join(m) + ("" if c else "-bidirectional") for m, c, _ in SHARED]
 )
@@ -299,7 +299,7 @@ def test_resuming_on_other_data(tmp_path):
 
 
 @pytest.mark.scale
-@pytest.mark.usefixtures("quick_draws", "quick_checks")
+@pytest.mark.usefixtures("quick_draws")
 @pytest.mark.parametrize("mixers", STACKS, ids="+".join)
 def test_a_classifier_trains_on_padded_documents(mixers):
     choice = stacked(mixers)

@@ -28,6 +28,7 @@ ARCHS = {
     "mqa": dict(mixers=("attention",), position="rope", attention=dict(n_kv_heads=1)),  # one key-value head
     "window": dict(mixers=("attention",), position="rope", attention=dict(window=64)),  # each token sees the last 64
     "mla": dict(mixers=("mla",), position="rope"),  # multi-head latent attention: a compressed key-value cache
+    "fox": dict(mixers=("fox",)),  # softmax attention that forgets as tokens decide, in the place of positions
     "s4d": dict(mixers=("s4d",)),  # diagonal state space, the same at every token
     "s4": dict(mixers=("s4",)),  # state space with HiPPO's matrix, diagonal plus low rank
     "s5": dict(mixers=("s5",)),  # one diagonal state space for all channels
@@ -88,6 +89,7 @@ MLP_WIDTHS = {
     "alibi": (184, 352, 704, 1376),
     "mqa": (216, 416, 832, 1632),
     "window": (184, 352, 704, 1376),
+    "fox": (184, 352, 704, 1376),
     "mla": (168, 384, 816, 1664),
     "s4d": (184, 400, 832, 1680),
     "s4": (136, 352, 784, 1632),

@@ -108,7 +108,7 @@ def test_a_recurrence_of_a_cut_kernel_is_refused():
         mixer.init(jax.random.key(0), jnp.zeros((1, 4, 8)), Context())
 
 
-@pytest.mark.parametrize("name", sorted(MIXERS.keys() - {*CUT, "attention", "cross_attention"}))
+@pytest.mark.parametrize("name", sorted(MIXERS.keys() - {*CUT, "attention", "cross_attention", "fox"}))
 def test_a_mixer_without_a_window_says_so(name):
     with pytest.raises(UserError, match=rf"model\.{name}\.window"):
         configs.load("configs/debug.py", [("model.mixers", name), (f"model.{name}.window", "32")])
@@ -122,7 +122,7 @@ def loaded(arch: str, argument: str = "window=32"):
 def test_a_benchmark_has_a_window_in_every_layer_or_refuses_the_mixer(arch):
     whole = loaded(arch, "window=0")
     kinds = [entry(whole.to_dict(), name).mixer for name in whole.mixers]
-    if without := [kind for kind in kinds if kind not in (*CUT, "attention")]:
+    if without := [kind for kind in kinds if kind not in (*CUT, "attention", "fox")]:
         with pytest.raises(UserError, match=rf"window is 32, and mixer '{without[0]}' has none; allowed: 0, or .*s4d"):
             loaded(arch)
         return

@@ -34,7 +34,7 @@ VARIANTS = {
         {"n_heads": 3, "head_dim": 8, "bias": "all", "qk_norm": "all", "scale": 0.5, "gate": True},
     ],
     "b2s6": [{"blocks": 2, "state": 8}],
-    "fox": [{"window": 4, "n_kv_heads": 2}],
+    "fox": [{"window": 4, "n_kv_heads": 2, "sinks": True}],
     "gru": [{"hidden": 12}],
     "lru": [{"window": 4}],
     "lstm": [{"hidden": 12}],

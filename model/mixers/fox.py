@@ -1,7 +1,5 @@
 """Forgetting attention: softmax attention with a forget gate."""
 
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 
@@ -19,8 +17,6 @@ class Fox(Attention):
     and the bias is the distance of two levels, which also has a meaning where a query sees ahead. `qk_norm` and `gate`
     make the paper's "Pro" layer, but for its shifted keys and values.
     """
-
-    groups: ClassVar[dict[str, str]] = Attention.groups
 
     def levels(self, x: jax.Array, ctx: Context, state: State) -> jax.Array:
         f = wide(self.dtype)

@@ -152,6 +152,7 @@ FEATURES = {
     "soft cap": lambda n, H: dict(soft_cap=3.0),
     "sinks": lambda n, H: dict(sinks=np.zeros(H, np.float32)),
     "additive": lambda n, H: dict(additive=np.ones((H, 16), np.float32)),
+    "levels": lambda n, H: dict.fromkeys(("q_levels", "k_levels"), np.ones((1, n, H), np.float32)),
     "lse": lambda n, H: dict(with_lse=True),
     "value dim": lambda n, H: {},
 }
@@ -165,7 +166,7 @@ ASKED += [(name,) for name in FEATURES if name not in HAD] + [tuple(FEATURES)]
 
 @pytest.mark.quick
 def test_the_features_asked_for_are_those_there_are():
-    assert set(FEATURES) | {"stretch"} == set(op.FEATURES)  # which a mesh brings
+    assert set(FEATURES) | {"stretch", "ring"} == set(op.FEATURES)  # which a mesh brings
 
 
 @pytest.mark.parametrize(
@@ -193,4 +194,6 @@ def test_what_none_picks_serves_every_combination(chip, dtype, sizes, heads):
         return [ask(some) for some in ASKED if dtype != "float32" or len(some) < 2]
 
     text = lowered(mesh, every, *values)
-    assert ("splash" in text, "fmhaSoftmax" in text) == (chip == "tpu", chip == "gpu")
+    ring = heads == 3  # which devices that share the length cannot exchange it for
+    served = ("splash" in text, "fmhaSoftmax" in text, "collective_permute" in text)
+    assert served == (chip == "tpu" and not ring, chip == "gpu" and not ring, ring)

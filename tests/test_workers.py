@@ -154,8 +154,11 @@ def test_none_outlives_the_process_that_asked(sign):
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as asking:
         found = [int(word) for word in asking.stdout.readline().split()]
         assert len(found) == 2 and all(map(alive, found))
-        asking.send_signal(sign)
-        asking.communicate()  # it may be printing still
+        ended = None
+        while ended is None:  # what interrupts Python where it cannot raise, as in a finaliser, is lost
+            asking.send_signal(sign)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                ended = asking.communicate(timeout=5)  # it may be printing still
     assert asking.returncode == -sign and eventually(lambda: not any(map(alive, found)))
 
 

@@ -167,9 +167,9 @@ def prepare(
     Positions and segments are `[B or 1, L]` and `[B or 1, M]`; no positions at all means 0, 1, 2, ... By them, `mask`
     says who sees whom in a document. `scale` is 1/sqrt(K) unless given, and 1 for additive scores. `soft_cap` c turns
     a score s into c tanh(s/c); then `bias` is added. `sinks` `[H]` are logits that take part in the softmax and have no
-    value; `additive` `[H, K]` are the weights of Bahdanau's score. `q_levels` `[B, L, H]` and `k_levels` `[B, M, H]`
-    lower a score by the distance between the two. `right_padded`: segments are of one document a row, with padding
-    behind it; what padding then gets means nothing.
+    value; `additive` `[H, K]` are the weights of Bahdanau's score. `q_levels` `[B or 1, L, H]` and `k_levels`
+    `[B or 1, M, H]` lower a score by the distance between the two. `right_padded`: segments are of one document a row,
+    with padding behind it; what padding then gets means nothing.
     """
     (B, L, H, K), G = q.shape, k.shape[2]
     if H % G:
@@ -199,8 +199,8 @@ def prepare(
         bias=None if bias is None else bias.params,
         sinks=None if sinks is None else sinks.reshape(G, H // G),
         additive=None if additive is None else additive.reshape(G, H // G, K),
-        q_levels=None if q_levels is None else q_levels.reshape(B, L, G, H // G),
-        k_levels=None if k_levels is None else k_levels.reshape(B, -1, G, H // G),
+        q_levels=None if q_levels is None else jnp.broadcast_to(q_levels, (B, L, H)).reshape(B, L, G, -1),
+        k_levels=None if k_levels is None else jnp.broadcast_to(k_levels, (B, k.shape[1], H)).reshape(B, -1, G, H // G),
     )
     return form, operands
 

@@ -7,7 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
+from model import placement
 from model.ops.stretches import by_channels, of_earlier, on_stretches
 
 TOKENS = ("batch", "length", "inner")  # of what is convolved
@@ -97,9 +99,21 @@ def right_angle_conv(u: jax.Array, kernel: jax.Array) -> jax.Array:
     # Transforms run along the last axis. Of two axes alone, a CPU gets the kernel the wrong way round (jax 0.10, where
     # devices share the length), hence three.
     u, kernel = (jnp.swapaxes(x, 1, 2) for x in (u, kernel[None]))
-    product = jnp.fft.fft(u * turn) * jnp.fft.fft(kernel * turn)
+    product = transform(u * turn) * transform(kernel * turn)
     # The inverse by the forward transform: conjugates and scale cost nothing beside it.
-    return jnp.swapaxes(jnp.real(jnp.fft.fft(jnp.conj(product)) * turn) / L, 1, 2)
+    return jnp.swapaxes(jnp.real(transform(jnp.conj(product)) * turn) / L, 1, 2)
+
+
+def transform(x: jax.Array) -> jax.Array:
+    """Fourier transform along the last axis, of an array whose numbers lie in the order of its axes.
+
+    A CPU's compiler may have them lie in another, for what comes before or, of gradients, behind, and then it refuses
+    its own transform (jax 0.10: RET_CHECK failure, fft_thunk.cc).
+    """
+    if placement.platform() != "cpu":
+        return jnp.fft.fft(x)
+    in_order = Layout(major_to_minor=tuple(range(x.ndim)))
+    return with_layout_constraint(jnp.fft.fft(with_layout_constraint(x, in_order)), in_order)
 
 
 def short_conv(

@@ -33,6 +33,11 @@ class Shared:
     exchanged: bool  # tokens for heads
     length: tuple[str, ...]  # the mesh axes that share the length of the keys
 
+    @property
+    def gathered(self) -> bool:
+        """Whether every device gets all keys and values."""
+        return bool(self.length) and not self.exchanged and not self.form.ring
+
 
 def share(form: Form, o: Operands, bias: Any, implementation: str | None = None) -> Shared:
     """How the mesh in force shares out a call, and what it leaves to one device; bias: the axes of its parameters."""
@@ -107,15 +112,13 @@ def on_each_device(run: Callable, call: Shared, outputs: int) -> tuple[jax.Array
             q, q_levels, k_levels = jax.tree.map(to_heads, (o.q, o.q_levels, o.k_levels))
             whole = o.replace(q=q, k=k, v=v, q_levels=q_levels, k_levels=k_levels)
             return tuple(map(to_tokens, run(call.form, whole)[:outputs]))
-        if (
-            call.length and not call.form.ring
-        ):  # once, before any loop over tiles; the gradient is scattered back as it is summed
+        if call.gathered:  # once, before any loop over tiles; the gradient is scattered back as it is summed
             gather = partial(lax.all_gather, axis_name=call.length, axis=1, tiled=True)
             k, v, k_levels = jax.tree.map(gather, (o.k, o.v, o.k_levels))
             o = o.replace(k=k, v=v, k_levels=k_levels)
         return run(call.form, o)[:outputs]
 
-    if call.length and not call.form.ring and call.seen.q.shape[1] < call.o.q.shape[1]:
+    if call.gathered and call.seen.q.shape[1] < call.o.q.shape[1]:
         tell(call)
     specs = jax.tree.map(lambda leaf, names: placement.spec(names, leaf.shape), call.o, call.lying)
     by_query = (specs.q, PartitionSpec(*specs.q[:4]))[:outputs]

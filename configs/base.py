@@ -81,7 +81,8 @@ class Model:
     logit_scale: Positive = 1.0  # factor on the logits
     logit_cap: NotNegative = 0.0  # keeps logits within this by a tanh; 0: off
     pool: Literal["mean", "cls", "last"] = "mean"  # the hidden vector that classification reads
-    scan: bool = True  # one compiled layer, looped; False unrolls the loop: same parameters, same results
+    # One compiled layer, looped; False unrolls the loop: same parameters, same results. None: by depth and platform.
+    scan: bool | None = None
     remat: bool = False  # recompute activations in the backward pass
     dtype: Literal[*DTYPES] = "float32"  # of activations; parameters, softmax and recurrent states stay float32
 

@@ -35,7 +35,7 @@ TASKS = {
     "pathx": ("pathfinder", {"lra": dict(side=128), "s4": dict(side=128)}, 20_000, 16),
 }
 LONGER = 4  # times as many steps, where models are medium
-VALIDATIONS = {"pathfinder": 10}  # in a run, where they have 20,000 rows; else 20
+VALIDATIONS = {"text": 10, "pathfinder": 10}  # in a run, where they have 20,000 rows and more; else 20
 PAIRS = ("retrieval", "links")
 PIXELS = ("image", "pathfinder", "pathx")
 PUBLISHED = {"text": dict(length=4096), "retrieval": dict(length=4000)}  # of protocol s4

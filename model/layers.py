@@ -73,7 +73,11 @@ class Embed(nn.Module):
         return linear(x.astype(self.dtype), self.embedding.T, out=wide(self.dtype))
 
 
-NORMS = {"rmsnorm": nn.RMSNorm, "layernorm": nn.LayerNorm}
+# The backward pass makes them anew from the vectors before them: else it is kept several times over, and wide.
+NORMS = {
+    "rmsnorm": nn.remat(nn.RMSNorm, prevent_cse=False),
+    "layernorm": nn.remat(nn.LayerNorm, prevent_cse=False),
+}
 STREAM_NORMS = (*NORMS, "batchnorm")
 
 

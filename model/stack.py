@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from model import placement
 from model.block import Block
 from model.contract import SOWN, Context, State
 
@@ -24,12 +25,20 @@ class Cycle(nn.Module):
         return x, None if state is None else tuple(states)
 
 
+SHALLOW = 16  # layers up to which a GPU's are unrolled
+
+
+def loops(layers: int) -> bool:
+    """Whether layers are looped over unless a config says so: not where a loop's copies of what it keeps take time."""
+    return placement.platform() != "gpu" or layers > SHALLOW
+
+
 class Stack(nn.Module):
     """`layers` blocks, cycling over the kinds. Looped or unrolled, the parameters and results are the same."""
 
     blocks: tuple[Callable[..., Block], ...]
     layers: int
-    scan: bool = True
+    scan: bool | None = None  # None picks
     remat: bool = False
 
     @property
@@ -42,7 +51,8 @@ class Stack(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
-        cycle = nn.remat(Cycle, prevent_cse=not self.scan) if self.remat else Cycle
+        scan = loops(self.layers) if self.scan is None else self.scan
+        cycle = nn.remat(Cycle, prevent_cse=not scan) if self.remat else Cycle
         looped = rest = None
         if self.repeats:
             body = nn.scan(
@@ -51,7 +61,7 @@ class Stack(nn.Module):
                 split_rngs={"params": True, "dropout": True},
                 in_axes=(nn.broadcast, 0),
                 length=self.repeats,
-                unroll=1 if self.scan else self.repeats,
+                unroll=1 if scan else self.repeats,
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
             x, looped = body(self.blocks, name="layers")(x, ctx, None if state is None else state["layers"])

@@ -16,6 +16,8 @@ from model.mixers.s4d import INITS, s4d_kernel
 from model.mlps import MLPS, mlp_width
 from model.ops.conv import fft_conv, short_conv
 from model.ops.scan import IMPLEMENTATIONS, linear_scan, selective_scan
+from model.stack import loops
+from tests import meshes
 
 SCANS = [name for name in IMPLEMENTATIONS if name != "sharded"]  # which has tests/test_scan.py
 
@@ -139,6 +141,13 @@ def test_swiglu_width():
     assert mlp_width("swiglu", 4096, 11008) == 11008
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize(("chip", "looped"), [("cpu", (4, 16, 17)), ("gpu", (17,)), ("tpu", (4, 16, 17))])
+def test_a_gpu_loops_over_many_layers_only(chip, looped):
+    with meshes.in_force(meshes.mesh_of(chip)):
+        assert tuple(n for n in (4, 16, 17) if loops(n)) == looped
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("mixers,layers", [(("attention",), 3), (("mamba", "attention"), 5), (("s4d", "mamba"), 1)])
 def test_looped_unrolled_and_rematerialised_agree(mixers, layers):
@@ -240,25 +249,27 @@ RIGHT_PADDED = [
 
 @pytest.mark.parametrize(("settings", "asked"), RIGHT_PADDED, ids=str)
 def test_padding_told_to_be_behind_the_rows_changes_no_answer(settings, asked):
-    model = build.build(model_config(**settings), Asked(20, n_classes=3, **asked))
+    """In float64, where rounding does not hide a difference."""
+    c, asked_for = model_config(**settings), Asked(20, n_classes=3, **asked)
     segments = jnp.asarray(np.arange(12) < np.asarray([[12], [7]]), jnp.int32)
     given = dict(segments=segments)
     if asked:
         given |= dict(other=TOKENS[:, ::-1], other_segments=segments[::-1])
-    variables = init(model, TOKENS, **given)
+    variables = init(build.build(c, asked_for), TOKENS, **given)
 
-    def gradient(**told):
+    def answers(**told):
         def loss(variables):
-            (logits, _), sown = model.apply(variables, TOKENS, **given, **told, train=True, mutable=["losses"])
-            return jnp.sum(jnp.sin(logits)) + sum(map(jnp.sum, jax.tree.leaves(sown)))
+            (logits, _), sown = exact.apply(variables, TOKENS, **given, **told, train=True, mutable=["losses"])
+            return jnp.sum(jnp.sin(logits)) + sum(map(jnp.sum, jax.tree.leaves(sown))), logits
 
-        return jax.tree.leaves(jax.jit(jax.grad(loss))(variables))
+        gradient, logits = jax.jit(jax.grad(loss, has_aux=True))(variables)
+        return logits, *jax.tree.leaves(gradient)
 
-    anywhere, _ = run(model, variables, TOKENS, **given)
-    behind, _ = run(model, variables, TOKENS, **given, right_padded=True)
-    np.testing.assert_allclose(behind, anywhere, atol=1e-5)
-    for told, untold in zip(gradient(right_padded=True), gradient(), strict=True):
-        np.testing.assert_allclose(told, untold, atol=2e-5)
+    with jax.enable_x64(True):
+        exact = build.build(c | dict(dtype="float64"), asked_for)
+        variables = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), variables)
+        for told, untold in zip(answers(right_padded=True), answers(), strict=True):
+            np.testing.assert_allclose(told, untold, atol=1e-9)
 
 
 @pytest.mark.quick

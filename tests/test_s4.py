@@ -13,7 +13,7 @@ from model.mixers.lru import ring
 from model.mixers.s4 import dplr_kernel, dplr_recurrence
 from model.mixers.s4d import INITS, s4d_kernel, s4d_system
 from model.mixers.s5 import into_state, mimo_system
-from model.mixers.state_space import bilinear, powers, zoh
+from model.mixers.state_space import bilinear, convolved, powers, zoh
 from model.ops.hippo import legs, legs_modes
 from tests import zoo
 
@@ -207,7 +207,7 @@ def test_textbook_impulse(form):
         (mimo_system(A[0], 0.5 * one, one), (1, 1)),
     ):
         start = jnp.zeros(shape, jnp.complex64)
-        y = system.convolved(unit) if form == "convolution" else system.recurrence(unit, start, Context(), form)[0]
+        y = convolved([system], unit) if form == "convolution" else system.recurrence(unit, start, Context(), form)[0]
         np.testing.assert_allclose(y.ravel(), impulse, atol=1e-6)
 
 

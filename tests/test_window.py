@@ -11,8 +11,8 @@ from model.contract import Context
 from model.entries import entry
 from model.errors import UserError
 from model.mixers import MIXERS
-from model.mixers.state_space import windowed
-from model.ops.conv import whole_conv, window_conv
+from model.mixers.state_space import convolved, windowed
+from model.ops.conv import long_conv, whole_conv, window_conv
 from tests import zoo
 from train import config as configs
 
@@ -39,6 +39,18 @@ def test_a_cut_kernel_is_a_band_of_a_matrix():
             np.testing.assert_allclose(conv(u, u[:, :0], kernel, (weights,), W=cut), want, atol=1e-5)
 
 
+@pytest.mark.quick
+def test_a_kernel_that_looks_ahead_is_the_upper_half_of_a_matrix():
+    """Beside one that looks back: a dense Toeplitz matrix, the token itself in both."""
+    rng = np.random.default_rng(0)
+    u = rng.normal(size=(2, L, 3)).astype(np.float32)
+    back, ahead = rng.normal(size=(2, 3, L)).astype(np.float32)
+    lags = np.arange(L)[:, None] - np.arange(L)
+    matrix = np.where(lags >= 0, back[:, np.abs(lags)], 0) + np.where(lags <= 0, ahead[:, np.abs(lags)], 0)
+    want = np.einsum("dts,bsd->btd", matrix, u)
+    np.testing.assert_allclose(long_conv(u, kernel, (back,), ahead=(ahead,)), want, atol=1e-5)
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize("name", CUT)
 def test_a_windowed_system_is_its_own_impulse_response_cut_off(name):
@@ -51,8 +63,8 @@ def test_a_windowed_system_is_its_own_impulse_response_cut_off(name):
             found = []
             for system in self.systems():
                 cut, empty = windowed(system, W), u[:, :0]
-                forms = cut.convolved(u), cut.recurrence(u, empty, Context(), None)[0]
-                found.append((system.convolved(units), forms))
+                forms = convolved([cut], u), cut.recurrence(u, empty, Context(), None)[0]
+                found.append((convolved([system], units), forms))
             return found
 
     with jax.enable_x64(True):

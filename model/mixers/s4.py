@@ -14,13 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from model import placement
 from model.contract import Context
-from model.mixers.state_space import Continuous, System, check_length, filled, marks, paired
+from model.mixers.state_space import Continuous, System, check_length, filled, marks, of_channels, paired
 from model.ops.conv import TOKENS
 from model.ops.hippo import legs_modes
 from model.ops.stretches import by_channels
 
-FREQUENCIES = 256  # whose Cauchy matrices, one of D x N each, are held at once
+HELD = {"cpu": 2**20, "gpu": 2**24, "tpu": 2**24}  # numbers of the Cauchy matrix, M x D x N, held at once
 CHUNK = 64  # tokens whose states the backward pass holds at once
 
 
@@ -57,7 +58,7 @@ def dplr_kernel(Lambda: jax.Array, P: jax.Array, B: jax.Array, C: jax.Array, dt:
         return half * np.exp(sigma) * lax.complex(cos, sin) * (CB - w * CP * PB / (1 + w * PP))
 
     phases = jnp.arange(M // 2 + 1).astype(dt.dtype) * (np.pi / M)
-    spectrum = lax.map(generating, phases, batch_size=FREQUENCIES)
+    spectrum = lax.map(generating, phases, batch_size=max(1, HELD[placement.platform()] // pole.size))
     growth = jnp.exp(2 * sigma * jnp.arange(L).astype(dt.dtype))
     return jnp.fft.irfft(spectrum, n=M, axis=0)[:L] * growth[:, None]
 
@@ -155,8 +156,9 @@ class S4(Continuous):
         P, B = vector("P", P), vector("B", B)
 
         def system(C):
-            return System(
-                lambda u, past, convolve: convolve(u, past, dplr_kernel, (Lambda, P, B, C, dt)),
+            return of_channels(
+                dplr_kernel,
+                (Lambda, P, B, C, dt),
                 lambda u, h0, ctx, form: dplr_recurrence(u, Lambda, P, B, C, dt, h0, ctx, form),
             )
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model.contract import Context
-from model.mixers.state_space import DISCRETISATIONS, Continuous, System, diagonal_recurrence, impulse
+from model.mixers.state_space import DISCRETISATIONS, Continuous, System, diagonal_recurrence, impulse, of_channels
 from model.ops.hippo import legs_modes
 
 # Imaginary parts of A; the real part starts at -1/2, or for `real` at -(n + 1). N modes stand for 2N (conjugate pairs).
@@ -59,8 +59,9 @@ def s4d_recurrence(
 def s4d_system(A: jax.Array, C: jax.Array, dt: jax.Array, discretisation: str) -> System:
     """Both forms of one diagonal state space per channel."""
     kernel = partial(s4d_kernel, discretisation=discretisation)
-    return System(
-        lambda u, past, convolve: convolve(u, past, kernel, (A, C, dt)),
+    return of_channels(
+        kernel,
+        (A, C, dt),
         lambda u, h0, ctx, form: s4d_recurrence(u, A, C, dt, h0, ctx, form, discretisation),
     )
 

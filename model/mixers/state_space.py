@@ -4,9 +4,9 @@ A is kept as its modes. Those of a real system come in conjugate pairs: of N mod
 its pair with twice its real part.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,7 @@ from model.contract import Context, Mixer, State, wide
 from model.documents import looking_back, neighbours, reverse
 from model.errors import UserError
 from model.layers import dense
-from model.ops.conv import conv_tail, whole_conv, window_conv
+from model.ops.conv import Kernel, conv_tail, cut, long_conv, whole_conv, window_conv
 from model.ops.scan import IMPLEMENTATIONS as SCANS
 from model.ops.scan import diagonal_scan
 from model.ops.turns import float_turns, times
@@ -124,10 +124,23 @@ class System(NamedTuple):
 
     convolution: Callable[[Array, Array, Convolve], Array] | None  # u [B, L, D], the inputs before it, how -> y
     recurrence: Callable[[Array, Array, Context, str | None], tuple[Array, Array]]  # u, h0, ctx, form -> y, last state
+    kernel: tuple[Kernel, tuple[Array, ...]] | None = None  # of each channel alone, and its weights; None: they mix
 
-    def convolved(self, u: Array) -> Array:
-        """The outputs of inputs that have nothing before them."""
-        return self.convolution(u, u[:, :0], whole_conv)
+
+def of_channels(kernel: Kernel, weights: tuple[Array, ...], recurrence: Callable) -> System:
+    """A system of each channel alone: the convolution is one with a kernel."""
+    return System(lambda u, past, convolve: convolve(u, past, kernel, weights), recurrence, (kernel, weights))
+
+
+def convolved(systems: Sequence[System], u: Array) -> Array:
+    """The outputs of inputs that have nothing before them, of one system forward or of another backward as well."""
+    forward, *backward = systems
+    if backward and forward.kernel is not None:
+        return long_conv(u, *forward.kernel, ahead=backward[0].kernel[1])
+    y = forward.convolution(u, u[:, :0], whole_conv)
+    for system in backward:
+        y = y + system.convolution(u[:, ::-1], u[:, :0], whole_conv)[:, ::-1]
+    return y
 
 
 def windowed(system: System, W: int) -> System:
@@ -143,7 +156,20 @@ def windowed(system: System, W: int) -> System:
         y = system.convolution(u, past, partial(window_conv, W=W, reach=reach, real=real))
         return y, conv_tail(u, past, real)
 
-    return System(lambda u, past, convolve: system.convolution(u, past, partial(convolve, W=W)), recurrence)
+    kernel = None if system.kernel is None else (cut(system.kernel[0], W), system.kernel[1])
+    return System(lambda u, past, convolve: system.convolution(u, past, partial(convolve, W=W)), recurrence, kernel)
+
+
+@partial(jax.checkpoint, prevent_cse=False, static_argnums=3)
+def activated(y: Array, u: Array, skip: Array, dtype: Any) -> Array:
+    return nn.gelu(y + skip * u).astype(dtype)
+
+
+@partial(jax.checkpoint, prevent_cse=False)
+def gated(pair: Array) -> Array:
+    """GLU: values `[..., 0, D]` times what gates `[..., 1, D]` let through."""
+    value, gate = jnp.moveaxis(pair, -2, 0)
+    return value * nn.sigmoid(gate)
 
 
 class StateSpace(Mixer):
@@ -167,23 +193,18 @@ class StateSpace(Mixer):
         self.check()
         if state is not None and not self.causal:
             raise UserError("a bidirectional model cannot carry a state; set model.causal=True to generate")
-        forward, *backward = self.systems()
+        systems = self.systems()
         skip = self.weight("D", nn.initializers.normal(1.0), (self.width,), ("inner",))
 
         u = x.astype(wide(self.dtype))
         if ctx.segments is not None and ctx.right_padded:  # zeros leave an empty state empty, from whichever side
             u, ctx = jnp.where(ctx.segments[..., None] > 0, u, 0), looking_back(ctx)
-        y, state = self.mix(forward, u, ctx, state)
-        for system in backward:
-            back, _ = self.mix(system, u[:, ::-1], reverse(ctx), None)
-            y = y + back[:, ::-1]
-        y = nn.gelu(y + skip * u).astype(self.dtype)
+        y, state = self.mix(systems, u, ctx, state)
         out = dense((2, self.width), ("embed", None, "mlp"), self.dtype, "out", bias=True)
-        value, gate = jnp.moveaxis(out(y), -2, 0)
-        return value * nn.sigmoid(gate), state
+        return gated(out(activated(y, u, skip, self.dtype))), state
 
-    def mix(self, system: System, u: Array, ctx: Context, state: State) -> tuple[Array, State]:
-        """A convolution where nothing is carried or reset, else the recurrence."""
+    def mix(self, systems: Sequence[System], u: Array, ctx: Context, state: State) -> tuple[Array, State]:
+        """A convolution where nothing is carried or reset, else the recurrence; of the second system backward."""
         plain = state is None and ctx.segments is None
         form = self.implementation
         if form == "convolution" and not plain:
@@ -191,9 +212,13 @@ class StateSpace(Mixer):
                 f"{self.label}'s convolution cannot carry a state or reset at documents; set implementation=None"
             )
         if form == "convolution" or (form is None and plain and self.convolves):
-            return system.convolved(u), None
+            return convolved(systems, u), None
+        forward, *backward = systems
         h0 = self.init_state(u.shape[0], 0) if state is None else state
-        y, h = system.recurrence(u, h0, ctx, form)
+        y, h = forward.recurrence(u, h0, ctx, form)
+        for system in backward:
+            back, _ = system.recurrence(u[:, ::-1], h0, reverse(ctx), form)
+            y = y + back[:, ::-1]
         return y, None if state is None else h
 
     def weight(self, name: str, init: Callable, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
@@ -228,8 +253,10 @@ class Invariant(StateSpace):
 
     window: Length | None = None  # a token sees those less than this far away; None: all
 
-    def mix(self, system: System, u: Array, ctx: Context, state: State) -> tuple[Array, State]:
-        return super().mix(system if self.window is None else windowed(system, self.window), u, ctx, state)
+    def mix(self, systems: Sequence[System], u: Array, ctx: Context, state: State) -> tuple[Array, State]:
+        if self.window is not None:
+            systems = [windowed(system, self.window) for system in systems]
+        return super().mix(systems, u, ctx, state)
 
     def init_state(self, batch: int, max_len: int) -> State:
         if self.window is None:

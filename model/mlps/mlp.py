@@ -25,10 +25,15 @@ class MLP(Mixer):
 
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
-        h = self.activation(dense(self.hidden, ("embed", "mlp"), self.dtype, "up", bias=self.bias)(x))
-        if self.gated:
-            h = h * dense(self.hidden, ("embed", "mlp"), self.dtype, "gate", bias=self.bias)(x)
-        return dense(self.width, ("mlp", "embed"), self.dtype, "down", bias=self.bias)(h), state
+        maps = ("up", "gate") if self.gated else ("up",)
+        given = [dense(self.hidden, ("embed", "mlp"), self.dtype, name, bias=self.bias)(x) for name in maps]
+
+        @partial(jax.checkpoint, prevent_cse=False)  # the maps are kept for the gradient, and nothing made of them
+        def hidden(up, *gate):
+            h = self.activation(up)
+            return h * gate[0] if gate else h
+
+        return dense(self.width, ("mlp", "embed"), self.dtype, "down", bias=self.bias)(hidden(*given)), state
 
     def init_state(self, batch: int, max_len: int) -> State:
         return {}

@@ -17,32 +17,40 @@ TOKENS = ("batch", "length", "inner")  # of what is convolved
 Kernel = Callable[..., jax.Array]  # weights, L -> [L, D]
 
 
-def long_conv(u: jax.Array, kernel: Kernel, weights: tuple[jax.Array, ...]) -> jax.Array:
+def long_conv(
+    u: jax.Array, kernel: Kernel, weights: tuple[jax.Array, ...], ahead: tuple[jax.Array, ...] = ()
+) -> jax.Array:
     """The convolution of u `[B, L, D]` with `kernel(*weights, L)`, `[L, D]`, of weights that have channels in front.
 
-    Devices that share the length share channels here, kernels included: a transform needs all tokens.
+    Given other weights to look ahead with, their kernel's over the tokens that follow is added. Devices that share the
+    length share channels here, kernels included: a transform needs all tokens.
     """
 
-    def run(u, *weights):
-        return (fft_conv(u, kernel(*weights, u.shape[1])),)
+    def run(u, *both):
+        back, ahead = (kernel(*part, u.shape[1]) if part else None for part in (both[:n], both[n:]))
+        return (fft_conv(u, back, ahead),)
 
-    axes = [("inner", *[None] * (leaf.ndim - 1)) for leaf in weights]
-    (y,) = by_channels(run, (u, *weights), (TOKENS, *axes), (TOKENS,))
+    n, both = len(weights), (*weights, *ahead)
+    axes = [("inner", *[None] * (leaf.ndim - 1)) for leaf in both]
+    (y,) = by_channels(run, (u, *both), (TOKENS, *axes), (TOKENS,))
     return y
+
+
+def cut(kernel: Kernel, W: int) -> Kernel:
+    """The same kernel, zero from lag W on."""
+
+    def short(*made):
+        *weights, L = made
+        return jnp.pad(kernel(*weights, min(W, L)), [(0, max(L - W, 0)), (0, 0)])
+
+    return short
 
 
 def whole_conv(
     u: jax.Array, past: jax.Array, kernel: Kernel, weights: tuple[jax.Array, ...], *, W: int | None = None
 ) -> jax.Array:
     """`long_conv` behind an empty past; given W, with a kernel that is zero from that lag on."""
-    if W is None:
-        return long_conv(u, kernel, weights)
-
-    def cut(*made):
-        *weights, L = made
-        return jnp.pad(kernel(*weights, min(W, L)), [(0, max(L - W, 0)), (0, 0)])
-
-    return long_conv(u, cut, weights)
+    return long_conv(u, kernel if W is None else cut(kernel, W), weights)
 
 
 def window_conv(
@@ -78,28 +86,38 @@ def window_conv(
     return skipping(convolve, u, past, reach, real, kernel(*weights, W))
 
 
-def fft_conv(u: jax.Array, kernel: jax.Array) -> jax.Array:
-    """`y_t = sum_s kernel_s u_{t-s}` per channel; u: [B, L, D], kernel: [L, D], both real or both complex."""
+def fft_conv(u: jax.Array, kernel: jax.Array, ahead: jax.Array | None = None) -> jax.Array:
+    """`y_t = sum_s kernel_s u_{t-s}` per channel; u: [B, L, D], kernel: [L, D], both real or both complex.
+
+    With another kernel to look ahead with, where they are real, `sum_s ahead_s u_{t+s}` is added.
+    """
     if jnp.iscomplexobj(u):
         L = u.shape[1]
         n = 2 * L  # room for the tail, so that it does not wrap around
         return jnp.fft.ifft(jnp.fft.fft(u, n=n, axis=1) * jnp.fft.fft(kernel, n=n, axis=0), axis=1)[:, :L]
-    return right_angle_conv(u, kernel)
+    return right_angle_conv(u, kernel, ahead)
 
 
-def right_angle_conv(u: jax.Array, kernel: jax.Array) -> jax.Array:
+def right_angle_conv(u: jax.Array, kernel: jax.Array, ahead: jax.Array | None = None) -> jax.Array:
     """The same for real arrays, by transforms of length L where zeros would make it 2L.
 
     Turned by up to a right angle along the length, the tail wraps around as imaginary numbers, and the real part is
-    the answer (Crandall and Fagin 1994, https://doi.org/10.1090/S0025-5718-1994-1185244-1).
+    the answer (Crandall and Fagin 1994, https://doi.org/10.1090/S0025-5718-1994-1185244-1). A kernel that looks ahead
+    has the conjugate spectrum, so both directions are one product.
     """
     L = u.shape[1]
     # A constant: the compiler would make it anew for every channel.
     turn = np.exp(0.5j * np.pi / L * np.arange(L)).astype(jnp.result_type(u, jnp.complex64))
+
     # Transforms run along the last axis. Of two axes alone, a CPU gets the kernel the wrong way round (jax 0.10, where
     # devices share the length), hence three.
-    u, kernel = (jnp.swapaxes(x, 1, 2) for x in (u, kernel[None]))
-    product = transform(u * turn) * transform(kernel * turn)
+    def turned(x):
+        return transform(jnp.swapaxes(x, 1, 2) * turn)
+
+    spectrum = turned(kernel[None])
+    if ahead is not None:
+        spectrum = spectrum + jnp.conj(turned(ahead[None]))
+    product = turned(u) * spectrum
     # The inverse by the forward transform: conjugates and scale cost nothing beside it.
     return jnp.swapaxes(jnp.real(transform(jnp.conj(product)) * turn) / L, 1, 2)
 

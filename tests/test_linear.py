@@ -76,6 +76,70 @@ def test_linear_is_a_product_of_features(feature, causal):
     close(mixer, definition)
 
 
+def test_retention_is_its_papers_definition():
+    """`gamma^(i-j)` times the real part of products of complex numbers that are turned by their distance."""
+    mixer = MIXERS["retention"](width=zoo.WIDTH)
+    K = zoo.WIDTH // mixer.n_heads
+    theta = 10000.0 ** (-2 * np.arange(K // 2) / K)
+
+    def score(h, i, j, q, k):
+        q, k = (x[: K // 2] + 1j * x[K // 2 :] for x in (q, k))
+        gamma = 1 - 2.0 ** (-5 - h)
+        return gamma ** (i - j) * np.sum(q * np.conj(k) * np.exp(1j * (i - j) * theta)).real / np.sqrt(K)
+
+    def definition(p, x):
+        q, k, v, gate = heads(p, x, "q", "k", "v", "gate")
+        y = pairs(score, q, k, v, normalised=False)
+        return layer_norm(y, p["norm"]["scale"], p["norm"]["bias"], 1e-5) * silu(gate)
+
+    close(mixer, definition)
+
+
+def recurrence(q, k, v, f):
+    """`h = diag(f) h + k v^T`, read by q, of every head: q, k and f `[H, L, K]`, v `[H, L, V]`."""
+    y = np.zeros(v.shape)
+    for head in range(len(q)):
+        h = np.zeros((k.shape[-1], v.shape[-1]))
+        for t in range(q.shape[1]):
+            h = f[head, t][:, None] * h + np.outer(k[head, t], v[head, t])
+            y[head, t] = q[head, t] @ h
+    return y
+
+
+def test_gla_is_its_papers_recurrence():
+    def definition(p, x):
+        q, k, v, gate = heads(p, x, "q", "k", "v", "gate")
+        low = x @ p["decay_down"]["kernel"]
+        alpha = np.einsum("lr,rhk->hlk", low, p["decay_up"]["kernel"]) + p["decay_up"]["bias"][:, None]
+        y = recurrence(q / np.sqrt(q.shape[-1]), k, v, sigmoid(alpha) ** (1 / 16))
+        gate = gate + p["gate"]["bias"][:, None]
+        return layer_norm(y, p["norm"]["scale"], p["norm"]["bias"], 1e-5) * silu(gate)
+
+    close(MIXERS["gla"](width=zoo.WIDTH), definition)
+
+
+@pytest.mark.parametrize("bound", [0.0, 0.7])
+def test_hgrn2_is_its_papers_recurrence(bound):
+    def definition(p, x):
+        q, gate, v = heads(p, x, "q", "forget", "v")
+        f = bound + (1 - bound) * sigmoid(gate)
+        y = recurrence(silu(q), 1 - f, v, f)
+        return y / np.sqrt(np.mean(y**2, axis=(0, 2), keepdims=True) + 1e-5) * p["norm"]["scale"][:, None]
+
+    close(MIXERS["hgrn2"](width=zoo.WIDTH, lower_bound=bound), definition)
+
+
+@pytest.mark.parametrize("name", ["retention", "gla", "hgrn2"])
+def test_what_fades_runs_forward_only(name):
+    with pytest.raises(UserError, match=f"{name} runs forward only; set model.causal=True"):
+        zoo.shapes(MIXERS[name](width=16, causal=False))
+
+
+def test_retention_turns_pairs():
+    with pytest.raises(UserError, match=r"width / n_heads must be even, not 1; closest: 2"):
+        zoo.shapes(MIXERS["retention"](width=16, n_heads=16))
+
+
 def test_taylor_features_are_of_pairs():
     """Half as many as there are ordered pairs."""
     assert [FEATURES["taylor"].size(n) for n in (1, 2, 16)] == [3, 6, 153]

@@ -35,7 +35,9 @@ VARIANTS = {
     ],
     "b2s6": [{"blocks": 2, "state": 8}],
     "fox": [{"window": 4, "n_kv_heads": 2, "sinks": True}],
+    "gla": [{"n_heads": 2, "key_dim": 5, "rank": 3}],
     "gru": [{"hidden": 12}],
+    "hgrn2": [{"lower_bound": 0.7, "n_heads": 2}],
     "linear": [
         {"feature": "identity"},
         {"feature": "relu", "head_dim": 6},
@@ -47,6 +49,7 @@ VARIANTS = {
     "mamba": [{"norm": "learned", "dt_rank": 4}],
     "mamba2": [{"head_dim": 4, "n_groups": 2, "state": 8}],
     "mla": [{"q_rank": 8}, {"n_heads": 3, "head_dim": 6, "v_dim": 10}],
+    "retention": [{"expand": 1, "n_heads": 2}],
     "rglru": [{"inner": 24, "n_heads": 2}],
     "rwkv6": [{"head_dim": 8, "mix_rank": 3}],
     "s4": [{"window": 4}],

@@ -2,8 +2,8 @@
 
     h_t = keep_t diag(e^{w_t}) h_{t-1} + k_t v_t^T        y_t = q_t h_t
 
-It is linear attention (https://arxiv.org/abs/2006.16236) where nothing decays, and what came of it where a head does, or
-each of its channels. V stands for the channels of a value. A head that decays as one is Mamba-2's recurrence, and
+It is linear attention (https://arxiv.org/abs/2006.16236) where nothing decays, and what came of it where a head does
+or each of its channels. V stands for the channels of a value. A head that decays as one is Mamba-2's recurrence, and
 its products are those of `model.ops.ssd`; one whose channels decay by themselves is RWKV-6's but for the token at hand,
 and its products are those of `model.ops.wkv`. Neither holds a state for each token.
 """

@@ -6,11 +6,15 @@ from model.mixers.b2s6 import B2S6
 from model.mixers.cross_attention import CrossAttention
 from model.mixers.dss import DSS
 from model.mixers.fox import Fox
+from model.mixers.gla import GLA
+from model.mixers.hgrn2 import HGRN2
+from model.mixers.linear import Linear
 from model.mixers.lru import LRU
 from model.mixers.mamba import Mamba
 from model.mixers.mamba2 import Mamba2
 from model.mixers.mla import MLA
 from model.mixers.recurrent import GRU, LSTM, RNN
+from model.mixers.retention import Retention
 from model.mixers.rglru import RGLRU
 from model.mixers.rwkv import RWKV
 from model.mixers.rwkv6 import RWKV6
@@ -24,12 +28,16 @@ MIXERS: dict[str, type[Mixer]] = {
     "cross_attention": CrossAttention,
     "dss": DSS,
     "fox": Fox,
+    "gla": GLA,
     "gru": GRU,
+    "hgrn2": HGRN2,
+    "linear": Linear,
     "lstm": LSTM,
     "lru": LRU,
     "mamba": Mamba,
     "mamba2": Mamba2,
     "mla": MLA,
+    "retention": Retention,
     "rglru": RGLRU,
     "rnn": RNN,
     "rwkv": RWKV,

@@ -4,11 +4,14 @@ from model.contract import Mixer
 from model.mixers.attention import Attention
 from model.mixers.b2s6 import B2S6
 from model.mixers.cross_attention import CrossAttention
+from model.mixers.deltanet import DeltaNet
 from model.mixers.dss import DSS
 from model.mixers.fox import Fox
 from model.mixers.gla import GLA
 from model.mixers.hgrn2 import HGRN2
 from model.mixers.linear import Linear
+from model.mixers.gated_deltanet import GatedDeltaNet
+from model.mixers.kda import KDA
 from model.mixers.lru import LRU
 from model.mixers.mamba import Mamba
 from model.mixers.mamba2 import Mamba2
@@ -26,12 +29,16 @@ MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
     "b2s6": B2S6,
     "cross_attention": CrossAttention,
+    "deltanet": DeltaNet,
     "dss": DSS,
     "fox": Fox,
     "gla": GLA,
     "gru": GRU,
     "hgrn2": HGRN2,
     "linear": Linear,
+    "gated_deltanet": GatedDeltaNet,
+    "gru": GRU,
+    "kda": KDA,
     "lstm": LSTM,
     "lru": LRU,
     "mamba": Mamba,

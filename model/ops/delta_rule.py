@@ -1,0 +1,206 @@
+"""The delta rule: a matrix state that forgets, and takes away what it holds in one direction before it writes there.
+
+    h_t = diag(e^{w_t}) h_{t-1} + a_t (b_t^T h_{t-1}) + k_t v_t^T        y_t = q_t^T h_t
+
+Given beta it is that of DeltaNet (https://arxiv.org/abs/2406.06484) and its gated kin (https://arxiv.org/abs/2412.06464,
+https://arxiv.org/abs/2510.26692): what the state says of k_t is moved towards v_t,
+
+    h_t = (I - beta_t k_t k_t^T) diag(e^{w_t}) h_{t-1} + beta_t k_t v_t^T
+
+Letters beside the project's own: P channels of a value, Q tokens of a block, M blocks of a chunk. What the tokens of a
+block read of each other is a triangular system (the WY form of its product of matrices), whose inverse is made of those
+of its halves. The decay between two tokens is that up to a boundary between them times that from there, as in
+`model.ops.wkv`: nothing is divided by a decay. The backward pass keeps the inputs and a state a chunk.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from model.errors import choose
+from model.ops.decays import FORGET, in_chunks
+from model.ops.stretches import of_earlier, of_last, on_stretches, stretches
+from model.ops.wkv import meetings
+
+Array = jax.Array
+Tokens = dict[str, Array]  # q, k, v, perhaps w, and beta or a and b; [..., K], of beta and a head's w [...]
+BLOCK = {"head": 64, "channel": 16}  # Q, by what decays alone
+BLOCKS = 4  # M
+
+einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+times = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+
+
+def spelt_out(tokens: Tokens, dtype: jax.typing.DTypeLike) -> tuple[Array, Array, Array, Array, Array | None, Array]:
+    """q, k, v, w, a, b of the first form, wide, w `[..., 1 or K]`; a is None where it is -k."""
+    t = {name: leaf.astype(dtype) for name, leaf in tokens.items()}
+    q, k, v = t["q"], t["k"], t["v"]
+    w = t.get("w", jnp.zeros(q.shape[:-1], dtype))
+    w = w if w.ndim == q.ndim else w[..., None]
+    if "beta" in t:
+        return q, t["beta"][..., None] * k, v, w, None, jnp.exp(w) * k
+    return q, k, v, w, t["a"], t["b"]
+
+
+def sequential(tokens: Tokens, h0: Array) -> tuple[Array, Array]:
+    """One token after another: the definition."""
+
+    def step(h, token):
+        q, k, v, w, a, b = spelt_out(token, h.dtype)
+        removed = (-k if a is None else a)[..., None] * einsum("bhk,bhkp->bhp", b, h)[..., None, :]
+        h = jnp.exp(w)[..., None] * h + removed + k[..., None] * v[..., None, :]
+        return h, einsum("bhk,bhkp->bhp", q, h)
+
+    h, y = lax.scan(step, h0, jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), tokens))
+    return jnp.swapaxes(y, 0, 1), h
+
+
+@jax.custom_vjp
+def inverse(N: Array) -> Array:
+    """`(I - N)^-1` for N `[..., Q, Q]` below the diagonal: inverses of halves, and what joins them.
+
+    Powers of N would grow and cancel.
+    """
+    X = jnp.broadcast_to(jnp.eye(N.shape[-1], dtype=N.dtype), N.shape)
+    for joined in meetings(N.shape[-1])[1]:
+        X = X + times(times(X, jnp.where(joined, N, 0)), X)
+    return X
+
+
+def inverse_forward(N):
+    X = inverse(N)
+    return X, X
+
+
+def inverse_backward(X, g):
+    T = jnp.swapaxes(X, -1, -2)
+    return (jnp.tril(times(times(T, g), T), k=-1),)
+
+
+inverse.defvjp(inverse_forward, inverse_backward)
+
+
+def meeting(w: Array) -> Callable[[Array, Array], Array]:
+    """What readers of the state before each token get of what is written at those before it: `[B, H, M, Q, Q]`.
+
+    Both, reader and written, are [B, H, M, Q, K]; w is [B, H, M, Q, 1 or K].
+    """
+    inside, meets = meetings(w.shape[-2])
+    sums = einsum("nij,bhmjk->nbhmik", inside[:-1].astype(w.dtype), w)  # from each token to where it meets others
+    if w.shape[-1] == 1:
+        pair = jnp.exp(sums + jnp.swapaxes(sums, -1, -2))
+        decay = sum(jnp.where(pairs, met, 0) for pairs, met in zip(meets, pair, strict=True))
+        return lambda reader, written: einsum("bhmik,bhmjk->bhmij", reader, written) * decay
+    rounds = list(zip(meets, jnp.exp(sums), strict=True))
+    return lambda reader, written: sum(
+        jnp.where(pairs, einsum("bhmik,bhmjk->bhmij", reader * decay, written * decay), 0) for pairs, decay in rounds
+    )
+
+
+def run_chunk(h: Array, tokens: Tokens) -> tuple[Array, Array]:
+    """The state after a chunk and its outputs `[B, H, M, Q, P]`; h: [B, H, K, P], tokens: [B, H, M, Q, ...].
+
+    A state may have more columns than there are values; nothing is written to the first ones.
+    """
+    q, k, v, w, a, b = spelt_out(tokens, h.dtype)
+    v = jnp.pad(v, [(0, 0)] * 4 + [(h.shape[-1] - v.shape[-1], 0)])
+    Q, M, delta, found = w.shape[-2], w.shape[-3], a is None, k if a is None else a
+    met, late = meeting(w), q * jnp.exp(w)
+
+    def seen(written):  # by the token itself too; a CPU's compiler (jax 0.10) gets a sum with what is broadcast wrong
+        return jnp.where(np.eye(Q, dtype=bool), jnp.sum(q * written, axis=-1)[..., None], met(late, written))
+
+    order = np.tri(Q, k=-1).astype(w.dtype)
+    to_token, to_end = (jnp.exp(einsum(spec, order, w)) for spec in ("ij,bhmjk->bhmik", "ji,bhmjk->bhmik"))
+    total = jnp.exp(jnp.sum(w, axis=-2))[..., None]
+    # Along `found` tokens write what they read of the past, or with `delta` their value less that: `own + of_past h`
+    # in a block that begins with the state h. Else values are written along k besides.
+    solve = inverse(-met(b, k) if delta else met(b, a))
+    own = times(solve, v if delta else times(met(b, k), v))
+    of_past = times(solve, (-b if delta else b) * to_token)
+    found_to_end, added = jnp.swapaxes(found * to_end, -1, -2), None
+    if not delta:
+        added = times(jnp.swapaxes(k * to_end, -1, -2), v)
+    before, said = [], []
+    for m in range(M):
+        before.append(h)
+        said.append(own[:, :, m] + times(of_past[:, :, m], h))
+        h = total[:, :, m] * h + times(found_to_end[:, :, m], said[-1])
+        h = h if delta else h + added[:, :, m]
+    y = times(late * to_token, jnp.stack(before, axis=2)) + times(seen(found), jnp.stack(said, axis=2))
+    return h, y if delta else y + times(seen(k), v)
+
+
+def chunks_in_turn(tokens: Tokens, h0: Array) -> tuple[Array, Array]:
+    """Outputs and the last state on one device. The backward pass recomputes a chunk at a time."""
+    L = tokens["q"].shape[1]
+    Q = min(L, BLOCK["channel" if "w" in tokens and tokens["w"].ndim == 4 else "head"])
+    M = min(-(-L // Q), BLOCKS)
+
+    def chunks(x):  # a filled step has k = 0, beta or a = 0 and w = 0, which leaves the state as it was
+        tiles = in_chunks(in_chunks(x, M * Q), Q, axis=2)
+        return jnp.moveaxis(tiles, (1, 4), (0, 2))  # [n, B, H, M, Q, ...]
+
+    h, y = lax.scan(jax.checkpoint(run_chunk, prevent_cse=False), h0, jax.tree.map(chunks, tokens))
+    y = jnp.moveaxis(y, (0, 2), (1, 4))  # [B, n, M, Q, H, P]
+    return y.reshape(y.shape[0], -1, *y.shape[4:])[:, :L], h
+
+
+def chunked(tokens: Tokens, h0: Array) -> tuple[Array, Array]:
+    """Products within a chunk, one chunk after another, and maps of states between devices that share the length."""
+    if stretches(tokens["q"].shape[1]) == 1:
+        return chunks_in_turn(tokens, h0)
+
+    def combine(first, second):
+        (A1, c1), (A2, c2) = first, second
+        return times(A2, A1), times(A2, c1) + c2
+
+    def stretch(tokens, h0, names):
+        """It does `h -> A h + c` to any state, and so do its outputs; run once, A is what becomes of the identity."""
+        K = h0.shape[2]
+        empty = jnp.broadcast_to(jnp.eye(K, dtype=h0.dtype), (*h0.shape[:2], K, K)), jnp.zeros_like(h0)
+        y, end = chunks_in_turn(tokens, jnp.concatenate(empty, axis=-1))
+        A, c = end[..., :K], end[..., K:]
+        before = of_earlier(combine, (A, c), empty, names)
+        start = times(before[0], h0) + before[1]
+        y = y[..., K:] + einsum("blhk,bhkp->blhp", y[..., :K], start)
+        return y, of_last(times(A, start) + c, names)
+
+    return on_stretches(stretch, tokens, h0)
+
+
+IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked}
+
+
+def delta_rule(
+    q: Array,
+    k: Array,
+    v: Array,
+    w: Array | None,
+    h0: Array,
+    keep: Array | None = None,
+    *,
+    beta: Array | None = None,
+    a: Array | None = None,
+    b: Array | None = None,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    """Outputs `[B, L, H, P]` and the last state, both wide, as h0 is.
+
+    q, k: [B, L, H, K]; v: [B, L, H, P]; w: log decays, not above 0, of each head [B, L, H] or each channel
+    [B, L, H, K], or none; h0: [B, H, K, P]; keep: [B, L], false where the past is forgotten. Either beta [B, L, H] or
+    both a and b [B, L, H, K] are given. A step with k = 0, w = 0 and beta = 0 or a = 0 leaves the state as it was.
+    """
+    if implementation is None:
+        implementation = "sequential" if q.shape[1] == 1 else "chunked"
+    run = choose("delta_rule implementation", implementation, IMPLEMENTATIONS)
+    if keep is not None:
+        kept = keep[..., None] if w is None else keep.reshape(*keep.shape, *[1] * (w.ndim - 2))
+        w = jnp.where(kept, jnp.zeros(q.shape[:3], h0.dtype) if w is None else w, FORGET)
+        b = b if b is None else jnp.where(keep[..., None, None], b, 0)
+    tokens = dict(q=q, k=k, v=v, w=w, beta=beta, a=a, b=b)
+    return run({name: leaf for name, leaf in tokens.items() if leaf is not None}, h0)

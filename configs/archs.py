@@ -34,6 +34,7 @@ ARCHS = {
     "s5": dict(mixers=("s5",)),  # one diagonal state space for all channels
     "lru": dict(mixers=("lru",)),  # the same, its modes drawn from a ring
     "b2s6": dict(mixers=("b2s6",)),  # a diagonal state space, in part decided by the token, in blocks of channels
+    "h3": dict(mixers=("h3",)),  # two state spaces, with products of keys, values and queries between them
     "mamba": dict(mixers=("mamba",), mlp="none"),  # selective state space, no MLP between the layers
     "mamba2": dict(mixers=("mamba2",), mlp="none", mamba2=dict(state=64)),  # one decay a head: matrix products
     "rglru": dict(mixers=("rglru",)),  # Hawk: gated linear recurrences alone
@@ -96,6 +97,7 @@ MLP_WIDTHS = {
     "s5": (184, 400, 832, 1680),
     "lru": (184, 400, 832, 1680),
     "b2s6": (168, 384, 816, 1664),
+    "h3": (120, 288, 640, 1312),
     "rglru": (192, 368, 736, 1456),
     "rwkv": (184, 352, 704, 1376),
     "rwkv6": (120, 272, 576, 1168),

@@ -36,6 +36,7 @@ VARIANTS = {
     "b2s6": [{"blocks": 2, "state": 8}],
     "fox": [{"window": 4, "n_kv_heads": 2, "sinks": True}],
     "gru": [{"hidden": 12}],
+    "h3": [{"head_dim": 4, "state": 8, "shift": 3}],
     "lru": [{"window": 4}],
     "lstm": [{"hidden": 12}],
     "mamba": [{"norm": "learned", "dt_rank": 4}],

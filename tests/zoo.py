@@ -41,6 +41,11 @@ VARIANTS = {
     "lstm": [{"hidden": 12}],
     "mamba": [{"norm": "learned", "dt_rank": 4}],
     "mamba2": [{"head_dim": 4, "n_groups": 2, "state": 8}],
+    "mega": [
+        {"attend": "laplace", "v_dim": 12},
+        {"chunk": 4, "bias": "simple"},
+        {"chunk": 5, "attend": "laplace", "qk_dim": 8, "ema": 3},
+    ],
     "mla": [{"q_rank": 8}, {"n_heads": 3, "head_dim": 6, "v_dim": 10}],
     "rglru": [{"inner": 24, "n_heads": 2}],
     "rwkv6": [{"head_dim": 8, "mix_rank": 3}],
@@ -48,7 +53,7 @@ VARIANTS = {
     "s4d": [{"A_init": "inv", "state": 8}, {"A_init": "legs", "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
 }
-REFERENCE = {"attention": "reference", "fox": "reference", "mla": "reference"}
+REFERENCE = {"attention": "reference", "fox": "reference", "mega": "reference", "mla": "reference"}
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
 # Every mixer once, and every position once more.

@@ -10,6 +10,7 @@ from model.mixers.h3 import H3
 from model.mixers.lru import LRU
 from model.mixers.mamba import Mamba
 from model.mixers.mamba2 import Mamba2
+from model.mixers.mega import Mega
 from model.mixers.mla import MLA
 from model.mixers.recurrent import GRU, LSTM, RNN
 from model.mixers.rglru import RGLRU
@@ -31,6 +32,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "lru": LRU,
     "mamba": Mamba,
     "mamba2": Mamba2,
+    "mega": Mega,
     "mla": MLA,
     "rglru": RGLRU,
     "rnn": RNN,

@@ -40,6 +40,9 @@ ARCHS = {
     "s5": dict(mixers=("s5",)),  # one diagonal state space for all channels
     "lru": dict(mixers=("lru",)),  # the same, its modes drawn from a ring
     "b2s6": dict(mixers=("b2s6",)),  # a diagonal state space, in part decided by the token, in blocks of channels
+    "h3": dict(mixers=("h3",)),  # two state spaces, with products of keys, values and queries between them
+    "mega": dict(mixers=("mega",)),  # gated attention with one head, behind a moving average
+    "mega_chunk": dict(mixers=("mega",), mega=dict(chunk=128)),  # the same, within chunks of 128 tokens
     "mamba": dict(mixers=("mamba",), mlp="none"),  # selective state space, no MLP between the layers
     "mamba2": dict(mixers=("mamba2",), mlp="none", mamba2=dict(state=64)),  # one decay a head: matrix products
     "rglru": dict(mixers=("rglru",)),  # Hawk: gated linear recurrences alone
@@ -99,6 +102,8 @@ MLP_WIDTHS = {
     "mqa": (216, 416, 832, 1632),
     "window": (184, 352, 704, 1376),
     "fox": (184, 352, 704, 1376),
+    "mega": (48, 136, 320, 648),
+    "mega_chunk": (48, 136, 320, 648),
     "mla": (168, 384, 816, 1664),
     "linear": (184, 352, 704, 1376),
     "taylor": (184, 400, 832, 1680),
@@ -110,6 +115,7 @@ MLP_WIDTHS = {
     "s5": (184, 400, 832, 1680),
     "lru": (184, 400, 832, 1680),
     "b2s6": (168, 384, 816, 1664),
+    "h3": (120, 288, 640, 1312),
     "rglru": (192, 368, 736, 1456),
     "rwkv": (184, 352, 704, 1376),
     "rwkv6": (120, 272, 576, 1168),

@@ -151,7 +151,7 @@ def bias_heads(c: Mapping[str, Any], mixers: tuple[str, ...]) -> int:
             )
     if not position_of(c, c["position"])(parent=None).shares:
         return 0
-    each = {name: c[name]["n_heads"] for name in mixers if shares_position(c, name)}
+    each = {name: c[name].get("n_heads", 1) for name in mixers if shares_position(c, name)}
     if len(set(each.values())) > 1:
         raise UserError(f"model.{c['position']}.shared needs as many heads in every layer, and n_heads are {each}")
     return next(iter(each.values()), 0)

@@ -14,14 +14,14 @@ from model.ops import attention as op
 from model.ops import tiled_attention
 from model.ops.dense_attention import reference, xla
 from model.ops.fused_attention import splash
-from model.ops.mask import CAUSAL, FULL, Band, Block, Either, Mask, Prefix, window
+from model.ops.mask import CAUSAL, FULL, Band, Block, Chunk, Either, Mask, Prefix, window
 
 pytestmark = pytest.mark.quick
 
 
 def drawn(rng: np.random.Generator, depth: int = 3) -> tuple[Mask, object]:
     """A mask of the algebra, and the same by its definition: a function of the distance and the key."""
-    kind = rng.choice(["band", "prefix", "and", "or"] if depth else ["band", "prefix"])
+    kind = rng.choice(["band", "prefix", "chunk", "and", "or"] if depth else ["band", "prefix", "chunk"])
     if kind == "band":
         back, ahead = (None if rng.random() < 0.3 else int(rng.integers(0, 20)) for _ in range(2))
         low, high = -np.inf if ahead is None else -ahead, np.inf if back is None else back
@@ -29,6 +29,9 @@ def drawn(rng: np.random.Generator, depth: int = 3) -> tuple[Mask, object]:
     if kind == "prefix":
         n = int(rng.integers(0, 40))
         return Prefix(n), lambda q, k: (k < n) & (q >= 0)
+    if kind == "chunk":
+        n = int(rng.integers(1, 20))
+        return Chunk(n), lambda q, k: q // n == k // n
     (one, of_one), (other, of_other) = drawn(rng, depth - 1), drawn(rng, depth - 1)
     if kind == "and":
         return one & other, lambda q, k: of_one(q, k) & of_other(q, k)
@@ -64,7 +67,7 @@ def test_a_block_is_never_wrong_and_of_one_rule_exact(seed):
         block, told = mask.block(q[0], q[-1], k[0], k[-1]), f"{mask}, {q}, {k}"
         assert block.some or not seen.any(), told
         assert seen.all() or not block.every, told
-        if isinstance(mask, Band | Prefix):
+        if isinstance(mask, Band | Prefix | Chunk):
             assert (bool(block.some), bool(block.every)) == (seen.any(), seen.all()), told
         traced = mask.block(*(jnp.asarray(x) for x in (q[0], q[-1], k[0], k[-1])))
         assert (bool(traced.some), bool(traced.every)) == (bool(block.some), bool(block.every)), told
@@ -148,21 +151,6 @@ class Apart(Mask):
 
     def block(self, q_low, q_high, k_low, k_high):
         return Block(True, False)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk(Mask):
-    """Keys of the query's own stretch of n."""
-
-    n: int
-
-    def sees(self, q, k):
-        return q // self.n == k // self.n
-
-    def block(self, q_low, q_high, k_low, k_high):
-        first, last = q_low // self.n, q_high // self.n
-        some = (k_low // self.n <= last) & (k_high // self.n >= first)
-        return Block(some, (first == last) & (k_low // self.n == first) & (k_high // self.n == first))
 
 
 @pytest.mark.parametrize("mask", [Apart(7) & CAUSAL | Prefix(5), Chunk(128), Chunk(100) & CAUSAL | window(9)], ids=str)

@@ -48,10 +48,16 @@ VARIANTS = {
     "gated_deltanet": [{"head_dim": 8, "expand": 1}],
     "gru": [{"hidden": 12}],
     "kda": [{"head_dim": 8, "rank": 3}],
+    "h3": [{"head_dim": 4, "state": 8, "shift": 3}],
     "lru": [{"window": 4}],
     "lstm": [{"hidden": 12}],
     "mamba": [{"norm": "learned", "dt_rank": 4}],
     "mamba2": [{"head_dim": 4, "n_groups": 2, "state": 8}],
+    "mega": [
+        {"attend": "laplace", "v_dim": 12},
+        {"chunk": 4, "bias": "simple"},
+        {"chunk": 5, "attend": "laplace", "qk_dim": 8, "ema": 3},
+    ],
     "mla": [{"q_rank": 8}, {"n_heads": 3, "head_dim": 6, "v_dim": 10}],
     "retention": [{"expand": 1, "n_heads": 2}],
     "rglru": [{"inner": 24, "n_heads": 2}],
@@ -60,7 +66,7 @@ VARIANTS = {
     "s4d": [{"A_init": "inv", "state": 8}, {"A_init": "legs", "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
 }
-REFERENCE = {"attention": "reference", "fox": "reference", "mla": "reference"}
+REFERENCE = {"attention": "reference", "fox": "reference", "mega": "reference", "mla": "reference"}
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
 WRITERS = [name for name in ALONE if not MIXERS[name].both_ways_only]  # that can be causal, and so write token by token

@@ -12,9 +12,11 @@ from model.mixers.hgrn2 import HGRN2
 from model.mixers.linear import Linear
 from model.mixers.gated_deltanet import GatedDeltaNet
 from model.mixers.kda import KDA
+from model.mixers.h3 import H3
 from model.mixers.lru import LRU
 from model.mixers.mamba import Mamba
 from model.mixers.mamba2 import Mamba2
+from model.mixers.mega import Mega
 from model.mixers.mla import MLA
 from model.mixers.recurrent import GRU, LSTM, RNN
 from model.mixers.retention import Retention
@@ -39,10 +41,12 @@ MIXERS: dict[str, type[Mixer]] = {
     "gated_deltanet": GatedDeltaNet,
     "gru": GRU,
     "kda": KDA,
+    "h3": H3,
     "lstm": LSTM,
     "lru": LRU,
     "mamba": Mamba,
     "mamba2": Mamba2,
+    "mega": Mega,
     "mla": MLA,
     "retention": Retention,
     "rglru": RGLRU,

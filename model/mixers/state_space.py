@@ -205,13 +205,8 @@ class StateSpace(Mixer):
 
     def mix(self, systems: Sequence[System], u: Array, ctx: Context, state: State) -> tuple[Array, State]:
         """A convolution where nothing is carried or reset, else the recurrence; of the second system backward."""
-        plain = state is None and ctx.segments is None
         form = self.implementation
-        if form == "convolution" and not plain:
-            raise UserError(
-                f"{self.label}'s convolution cannot carry a state or reset at documents; set implementation=None"
-            )
-        if form == "convolution" or (form is None and plain and self.convolves):
+        if self.transforms(ctx, state):
             return convolved(systems, u), None
         forward, *backward = systems
         h0 = self.init_state(u.shape[0], 0) if state is None else state
@@ -220,6 +215,15 @@ class StateSpace(Mixer):
             back, _ = system.recurrence(u[:, ::-1], h0, reverse(ctx), form)
             y = y + back[:, ::-1]
         return y, None if state is None else h
+
+    def transforms(self, ctx: Context, state: State) -> bool:
+        """Whether it runs as a convolution with a kernel as long as the rows."""
+        plain = state is None and ctx.segments is None
+        if self.implementation == "convolution" and not plain:
+            raise UserError(
+                f"{self.label}'s convolution cannot carry a state or reset at documents; set implementation=None"
+            )
+        return self.implementation == "convolution" or (self.implementation is None and plain and self.convolves)
 
     def weight(self, name: str, init: Callable, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
         return self.param(name, nn.with_logical_partitioning(init, axes), shape, wide(self.dtype))

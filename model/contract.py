@@ -66,6 +66,8 @@ class Mixer(nn.Module):
     last: ClassVar[str] = "out"
     # Whether it can only run from the first token to the last, and so not with causal=False.
     forward_only: ClassVar[bool] = False
+    # Whether it mixes whole rows and cannot be causal: causal=True is refused by name, and there is no state.
+    both_ways_only: ClassVar[bool] = False
     # Whether it counts the tokens of a batch, and so is told of all padding.
     counts_tokens: ClassVar[bool] = False
     # How memory and work grow with the length: 1 linearly, 2 quadratically.

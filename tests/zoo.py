@@ -34,6 +34,7 @@ VARIANTS = {
         {"n_heads": 3, "head_dim": 8, "bias": "all", "qk_norm": "all", "scale": 0.5, "gate": True},
     ],
     "b2s6": [{"blocks": 2, "state": 8}],
+    "fnet": [{"scale": "unitary"}],
     "fox": [{"window": 4, "n_kv_heads": 2, "sinks": True}],
     "gru": [{"hidden": 12}],
     "lru": [{"window": 4}],
@@ -47,9 +48,10 @@ VARIANTS = {
     "s4d": [{"A_init": "inv", "state": 8}, {"A_init": "legs", "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
 }
-REFERENCE = {"attention": "reference", "fox": "reference", "mla": "reference"}
+REFERENCE = {"attention": "reference", "fnet": "reference", "fox": "reference", "mla": "reference"}
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
+FORWARD = [name for name in ALONE if not MIXERS[name].both_ways_only]
 # Every mixer once, and every position once more.
 PAIRS = [(name, "none") for name in ALONE] + [("attention", name) for name in POSITIONS if name != "none"]
 # Rows of the laws as grids of three columns.
@@ -110,6 +112,8 @@ def make(case, **options) -> Mixer:
     place = {"position": placed(position)} if MIXERS[name].softmax else {}
     if not hasattr(MIXERS[name], "implementation"):  # there is but one
         options.pop("implementation", None)
+    if MIXERS[name].both_ways_only and "causal" not in settings:
+        options.setdefault("causal", False)
     return MIXERS[name](width=WIDTH, **place, **settings, **options)
 
 
@@ -135,7 +139,7 @@ def params(mixer: Mixer):
     """Parameters away from their initial values, so that none is at a point where a bug would not show."""
     # Dtype and implementation change no parameter, direction and position few mixers': most share what is made here.
     plain = mixer.clone(dtype=jnp.float32, **({"implementation": None} if hasattr(mixer, "implementation") else {}))
-    for change in [{"causal": True}, *([{"position": POSITIONS["none"]}] if mixer.softmax else [])]:
+    for change in [{"causal": not mixer.both_ways_only}, *([{"position": POSITIONS["none"]}] if mixer.softmax else [])]:
         simpler = plain.clone(**change)
         plain = simpler if shapes(simpler) == shapes(plain) else plain
     return moved(plain)

@@ -5,6 +5,7 @@ from model.mixers.attention import Attention
 from model.mixers.b2s6 import B2S6
 from model.mixers.cross_attention import CrossAttention
 from model.mixers.dss import DSS
+from model.mixers.fnet import FNet
 from model.mixers.fox import Fox
 from model.mixers.lru import LRU
 from model.mixers.mamba import Mamba
@@ -23,6 +24,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "b2s6": B2S6,
     "cross_attention": CrossAttention,
     "dss": DSS,
+    "fnet": FNet,
     "fox": Fox,
     "gru": GRU,
     "lstm": LSTM,

@@ -1,0 +1,60 @@
+"""Low-rank and whole-row mixers by their papers' definitions, written out in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model.contract import Context
+from model.ops.fourier import product_mod
+from tests import zoo
+
+L = 13
+
+
+def alone(name, definition, length=L, **settings):
+    """Whether a mixer is a definition of one row: full rows, and rows with padding behind them."""
+    mixer, x = zoo.make((name, settings, "none")), zoo.inputs(2, length)
+    variables = zoo.params(mixer)
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), variables).get("params", {})
+    ends = [length, 2 * length // 3]
+    segments = (np.arange(length) < np.asarray(ends)[:, None]).astype(np.int32)
+    full, _ = mixer.apply(variables, x, Context())
+    padded, _ = mixer.apply(variables, x, zoo.context(segments).replace(right_padded=True))
+    for got, row, n in [(full, 0, length), (full, 1, length), (padded, 0, ends[0]), (padded, 1, ends[1])]:
+        want = definition(wide, np.asarray(x[row, :n], np.float64))
+        assert zoo.far(got[row, :n], want) < 1e-5, (row, n)
+
+
+def softmax(scores):
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def heads(p, x):
+    return (np.einsum("ld,dhk->hlk", x, p[name]["kernel"]) for name in "qkv")
+
+
+def joined(p, y):
+    return np.einsum("hlk,hkd->ld", y, p["out"]["kernel"])
+
+
+def dft(x):
+    """Sum over tokens t and channels c of `x_tc exp(-2 pi i (k t / n + e c / D))`, its real part."""
+    (n, D), y = x.shape, np.zeros(x.shape)
+    for k in range(n):
+        for e in range(D):
+            turns = k * np.arange(n)[:, None] / n + e * np.arange(D) / D
+            y[k, e] = np.sum(x * np.cos(2 * np.pi * turns))
+    return y
+
+
+def test_fnet_is_its_papers_definition():
+    alone("fnet", lambda p, x: dft(x))
+    alone("fnet", lambda p, x: dft(x) / np.sqrt(x.size), scale="unitary")
+
+
+def test_angles_are_exact_in_whole_numbers():
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(2**26, size=(2, 500))
+    m = rng.integers(1, 2**27, size=500)
+    np.testing.assert_array_equal(product_mod(*map(jnp.asarray, (a, b, m))), a * b % m)

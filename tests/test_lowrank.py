@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from model.contract import Context
+from model.errors import UserError
 from model.ops.fourier import product_mod
 from tests import zoo
 
@@ -58,3 +60,26 @@ def test_angles_are_exact_in_whole_numbers():
     a, b = rng.integers(2**26, size=(2, 500))
     m = rng.integers(1, 2**27, size=500)
     np.testing.assert_array_equal(product_mod(*map(jnp.asarray, (a, b, m))), a * b % m)
+
+
+@pytest.mark.parametrize("share", ["none", "heads", "kv"])
+def test_linformer_is_its_papers_definition(share):
+    def definition(p, x):
+        q, k, v = heads(p, x)
+        E, F = p["E"], p["E" if share == "kv" else "F"]
+        y = np.zeros(q.shape)
+        for h in range(len(q)):
+            Eh, Fh = (one[h] if share == "none" else one for one in (E, F))
+            keys = sum(np.outer(Eh[t], k[h, t]) for t in range(len(x)))
+            values = sum(np.outer(Fh[t], v[h, t]) for t in range(len(x)))
+            y[h] = softmax(q[h] @ keys.T / np.sqrt(q.shape[-1])) @ values
+        return joined(p, y)
+
+    alone("linformer", definition, share=share, rank=5, longest=20)
+
+
+def test_what_a_linformer_cannot_do_is_refused():
+    with pytest.raises(UserError, match="length 9 is past the longest .* 'linformer' .* closest: .*longest=9"):
+        zoo.make(("linformer", dict(longest=8, rank=4), "none")).init(jax.random.key(0), zoo.inputs(1, 9), Context())
+    with pytest.raises(UserError, match="rank 9 is more than .*longest 8.* closest: .*rank=8"):
+        zoo.shapes(zoo.make(("linformer", dict(longest=8, rank=9), "none")))

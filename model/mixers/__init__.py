@@ -7,6 +7,7 @@ from model.mixers.cross_attention import CrossAttention
 from model.mixers.dss import DSS
 from model.mixers.fnet import FNet
 from model.mixers.fox import Fox
+from model.mixers.linformer import Linformer
 from model.mixers.lru import LRU
 from model.mixers.mamba import Mamba
 from model.mixers.mamba2 import Mamba2
@@ -27,6 +28,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "fnet": FNet,
     "fox": Fox,
     "gru": GRU,
+    "linformer": Linformer,
     "lstm": LSTM,
     "lru": LRU,
     "mamba": Mamba,

@@ -79,7 +79,36 @@ def test_linformer_is_its_papers_definition(share):
 
 
 def test_what_a_linformer_cannot_do_is_refused():
-    with pytest.raises(UserError, match="length 9 is past the longest .* 'linformer' .* closest: .*longest=9"):
+    with pytest.raises(UserError, match=r"length 9 is past the longest .* 'linformer' .* closest: .*longest=9"):
         zoo.make(("linformer", dict(longest=8, rank=4), "none")).init(jax.random.key(0), zoo.inputs(1, 9), Context())
-    with pytest.raises(UserError, match="rank 9 is more than .*longest 8.* closest: .*rank=8"):
+    with pytest.raises(UserError, match=r"rank 9 is more than .*longest 8.* closest: .*rank=8"):
         zoo.shapes(zoo.make(("linformer", dict(longest=8, rank=9), "none")))
+
+
+@pytest.mark.parametrize(("landmarks", "conv"), [(5, 3), (4, 0), (20, 33)])
+def test_nystrom_is_its_papers_definition(landmarks, conv):
+    """With stretches that differ by one token at most, and no more landmarks than tokens."""
+
+    def inverse(A):
+        one = np.eye(len(A))
+        Z = A.T / (np.abs(A).sum(axis=0).max() * np.abs(A).sum(axis=1).max())
+        for _ in range(6):
+            Z = Z @ (13 * one - A @ Z @ (15 * one - A @ Z @ (7 * one - A @ Z))) / 4
+        return Z
+
+    def definition(p, x):
+        q, k, v = heads(p, x)
+        (H, n, K), M = q.shape, min(landmarks, len(x))
+        of = [[t for t in range(n) if t * M // n == m] for m in range(M)]
+        y = np.zeros(q.shape)
+        for h in range(H):
+            near_q, near_k = (np.stack([one[h, ts].mean(axis=0) for ts in of]) for one in (q, k))
+            F, A, B = (softmax(a @ b.T / np.sqrt(K)) for a, b in [(q[h], near_k), (near_q, near_k), (near_q, k[h])])
+            y[h] = F @ inverse(A) @ B @ v[h]
+            for t in range(n):
+                for w in range(conv):
+                    if 0 <= (s := t + w - conv // 2) < n:
+                        y[h, t] += p["conv"][w, h] * v[h, s]
+        return joined(p, y)
+
+    alone("nystrom", definition, landmarks=landmarks, conv=conv)

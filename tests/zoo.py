@@ -43,6 +43,7 @@ VARIANTS = {
     "mamba": [{"norm": "learned", "dt_rank": 4}],
     "mamba2": [{"head_dim": 4, "n_groups": 2, "state": 8}],
     "mla": [{"q_rank": 8}, {"n_heads": 3, "head_dim": 6, "v_dim": 10}],
+    "nystrom": [{"landmarks": 5, "conv": 0}, {"landmarks": 4, "conv": 3, "n_heads": 2}],
     "rglru": [{"inner": 24, "n_heads": 2}],
     "rwkv6": [{"head_dim": 8, "mix_rank": 3}],
     "s4": [{"window": 4}],

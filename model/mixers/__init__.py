@@ -12,6 +12,7 @@ from model.mixers.lru import LRU
 from model.mixers.mamba import Mamba
 from model.mixers.mamba2 import Mamba2
 from model.mixers.mla import MLA
+from model.mixers.nystrom import Nystrom
 from model.mixers.recurrent import GRU, LSTM, RNN
 from model.mixers.rglru import RGLRU
 from model.mixers.rwkv import RWKV
@@ -34,6 +35,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "mamba": Mamba,
     "mamba2": Mamba2,
     "mla": MLA,
+    "nystrom": Nystrom,
     "rglru": RGLRU,
     "rnn": RNN,
     "rwkv": RWKV,

@@ -35,6 +35,15 @@ ARCHS = {
     "retention": dict(mixers=("retention",)),  # RetNet: linear attention whose heads fade at fixed rates
     "gla": dict(mixers=("gla",)),  # gated linear attention: channels fade as tokens decide
     "hgrn2": dict(mixers=("hgrn2",)),  # the same with forget gates for keys
+    # FNet: a Fourier transform over width and length; norms behind the sums, as in the paper
+    "fnet": dict(
+        mixers=("fnet",), causal=False, position="sinusoidal", norm="layernorm", norm_order="post", final_norm=False
+    ),
+    # Linformer: keys and values summed over rows of up to 1,024 tokens, to as many as in Long Range Arena
+    "linformer": dict(
+        mixers=("linformer",), causal=False, position="sinusoidal", linformer=dict(rank=16, longest=1024)
+    ),
+    "nystrom": dict(mixers=("nystrom",), causal=False, position="sinusoidal"),  # attention by way of 64 landmarks
     "s4d": dict(mixers=("s4d",)),  # diagonal state space, the same at every token
     "s4": dict(mixers=("s4",)),  # state space with HiPPO's matrix, diagonal plus low rank
     "s5": dict(mixers=("s5",)),  # one diagonal state space for all channels
@@ -110,6 +119,9 @@ MLP_WIDTHS = {
     "retention": (96, 176, 368, 688),
     "gla": (176, 336, 688, 1360),
     "hgrn2": (184, 352, 704, 1376),
+    "fnet": (272, 520, 1048, 2056),
+    "nystrom": (184, 352, 704, 1376),
+    "linformer": (96, 312, 680, 1368),
     "s4d": (184, 400, 832, 1680),
     "s4": (136, 352, 784, 1632),
     "s5": (184, 400, 832, 1680),

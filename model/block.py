@@ -75,7 +75,7 @@ class Block(nn.Module):
 
     def shrink(self, name: str, last: str) -> None:
         """Scales what was just drawn for a branch's last map, if it has one."""
-        made = self.get_variable("params", name)
+        made = self.get_variable("params", name, {})
         if last in made:
             scaled = jax.tree.map(lambda leaf: self.init_scale * leaf, made[last])
             self.put_variable("params", name, {**made, last: scaled})

@@ -83,9 +83,6 @@ def test_causality(case):
         size = np.abs(pull).sum(-1)
         # An FFT spreads rounding over the whole length; anything learned from the future would be far larger.
         assert (size[:, t + 1 :] < 1e-5).all() and (size[:, : t + 1] > 1e-4).all()
-    else:
-        with pytest.raises(UserError, match="causal"):
-            zoo.params(zoo.make(case, causal=True))
 
     try:
         pull, _ = zoo.run(both, zoo.inputs(2, DOCUMENT), early(DOCUMENT))
@@ -249,6 +246,17 @@ def test_cost(case):
 
     growth = np.log2(memory(4096) / memory(2048))
     assert growth < mixer.cost + 0.25, growth
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", [case for case in BARE if case not in WRITING])
+def test_what_mixes_whole_rows_is_refused_where_it_cannot(case):
+    """As a causal mixer, and with a state: by name."""
+    name, _, _ = case
+    with pytest.raises(UserError, match=rf"{name}.*causal.*closest"):
+        zoo.shapes(zoo.make(case, causal=True))
+    with pytest.raises(UserError, match=rf"{name}.*state.*closest"):
+        zoo.make(case).init_state(1, 4)
 
 
 @pytest.mark.quick

@@ -131,7 +131,9 @@ def test_sharing_the_length_changes_nothing(op, sizes):
 
 # What holds each token's past in a state, or reads it by a convolution, and can be taken apart.
 LOOPS = ("rnn", "lstm", "gru")  # one token after another
-APART = [name for name in zoo.WRITERS if not MIXERS[name].softmax and name not in LOOPS]
+WHOLE = ("linformer",)  # has weights for every token of the longest row
+APART = [name for name in zoo.ALONE if not MIXERS[name].softmax and name not in LOOPS + WHOLE]
+LITTLE = {"fnet": 1.5}  # it keeps nothing but the numbers that devices exchange, and so these are seen
 STRETCH = 2048
 
 
@@ -160,7 +162,7 @@ def memory(name: str, length: int, devices: int, packed: bool) -> int:
 @pytest.mark.parametrize(("name", "packed"), [(name, False) for name in APART] + [("s4", True), ("mamba", True)])
 def test_memory_is_that_of_a_stretch(name, packed):
     """Of a sequence eight times as long, each of eight devices holds little more than one alone of one stretch."""
-    assert memory(name, 8 * STRETCH, 8, packed) < 1.3 * memory(name, STRETCH, 1, packed)
+    assert memory(name, 8 * STRETCH, 8, packed) < LITTLE.get(name, 1.3) * memory(name, STRETCH, 1, packed)
 
 
 def test_what_cannot_be_shared_is_told_once(caplog):

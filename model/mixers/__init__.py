@@ -6,6 +6,7 @@ from model.mixers.b2s6 import B2S6
 from model.mixers.cross_attention import CrossAttention
 from model.mixers.deltanet import DeltaNet
 from model.mixers.dss import DSS
+from model.mixers.fnet import FNet
 from model.mixers.fox import Fox
 from model.mixers.gla import GLA
 from model.mixers.hgrn2 import HGRN2
@@ -13,11 +14,13 @@ from model.mixers.linear import Linear
 from model.mixers.gated_deltanet import GatedDeltaNet
 from model.mixers.kda import KDA
 from model.mixers.h3 import H3
+from model.mixers.linformer import Linformer
 from model.mixers.lru import LRU
 from model.mixers.mamba import Mamba
 from model.mixers.mamba2 import Mamba2
 from model.mixers.mega import Mega
 from model.mixers.mla import MLA
+from model.mixers.nystrom import Nystrom
 from model.mixers.recurrent import GRU, LSTM, RNN
 from model.mixers.retention import Retention
 from model.mixers.rglru import RGLRU
@@ -33,6 +36,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "cross_attention": CrossAttention,
     "deltanet": DeltaNet,
     "dss": DSS,
+    "fnet": FNet,
     "fox": Fox,
     "gla": GLA,
     "gru": GRU,
@@ -42,6 +46,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "gru": GRU,
     "kda": KDA,
     "h3": H3,
+    "linformer": Linformer,
     "lstm": LSTM,
     "lru": LRU,
     "mamba": Mamba,
@@ -49,6 +54,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "mega": Mega,
     "mla": MLA,
     "retention": Retention,
+    "nystrom": Nystrom,
     "rglru": RGLRU,
     "rnn": RNN,
     "rwkv": RWKV,

@@ -1,0 +1,114 @@
+"""Low-rank and whole-row mixers by their papers' definitions, written out in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.contract import Context
+from model.errors import UserError
+from model.ops.fourier import product_mod
+from tests import zoo
+
+L = 13
+
+
+def alone(name, definition, length=L, **settings):
+    """Whether a mixer is a definition of one row: full rows, and rows with padding behind them."""
+    mixer, x = zoo.make((name, settings, "none")), zoo.inputs(2, length)
+    variables = zoo.params(mixer)
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), variables).get("params", {})
+    ends = [length, 2 * length // 3]
+    segments = (np.arange(length) < np.asarray(ends)[:, None]).astype(np.int32)
+    full, _ = mixer.apply(variables, x, Context())
+    padded, _ = mixer.apply(variables, x, zoo.context(segments).replace(right_padded=True))
+    for got, row, n in [(full, 0, length), (full, 1, length), (padded, 0, ends[0]), (padded, 1, ends[1])]:
+        want = definition(wide, np.asarray(x[row, :n], np.float64))
+        assert zoo.far(got[row, :n], want) < 1e-5, (row, n)
+
+
+def softmax(scores):
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def heads(p, x):
+    return (np.einsum("ld,dhk->hlk", x, p[name]["kernel"]) for name in "qkv")
+
+
+def joined(p, y):
+    return np.einsum("hlk,hkd->ld", y, p["out"]["kernel"])
+
+
+def dft(x):
+    """Sum over tokens t and channels c of `x_tc exp(-2 pi i (k t / n + e c / D))`, its real part."""
+    (n, D), y = x.shape, np.zeros(x.shape)
+    for k in range(n):
+        for e in range(D):
+            turns = k * np.arange(n)[:, None] / n + e * np.arange(D) / D
+            y[k, e] = np.sum(x * np.cos(2 * np.pi * turns))
+    return y
+
+
+def test_fnet_is_its_papers_definition():
+    alone("fnet", lambda p, x: dft(x))
+    alone("fnet", lambda p, x: dft(x) / np.sqrt(x.size), scale="unitary")
+
+
+def test_angles_are_exact_in_whole_numbers():
+    rng = np.random.default_rng(0)
+    a, b = rng.integers(2**26, size=(2, 500))
+    m = rng.integers(1, 2**27, size=500)
+    np.testing.assert_array_equal(product_mod(*map(jnp.asarray, (a, b, m))), a * b % m)
+
+
+@pytest.mark.parametrize("share", ["none", "heads", "kv"])
+def test_linformer_is_its_papers_definition(share):
+    def definition(p, x):
+        q, k, v = heads(p, x)
+        E, F = p["E"], p["E" if share == "kv" else "F"]
+        y = np.zeros(q.shape)
+        for h in range(len(q)):
+            Eh, Fh = (one[h] if share == "none" else one for one in (E, F))
+            keys = sum(np.outer(Eh[t], k[h, t]) for t in range(len(x)))
+            values = sum(np.outer(Fh[t], v[h, t]) for t in range(len(x)))
+            y[h] = softmax(q[h] @ keys.T / np.sqrt(q.shape[-1])) @ values
+        return joined(p, y)
+
+    alone("linformer", definition, share=share, rank=5, longest=20)
+
+
+def test_what_a_linformer_cannot_do_is_refused():
+    with pytest.raises(UserError, match=r"length 9 is past the longest .* 'linformer' .* closest: .*longest=9"):
+        zoo.make(("linformer", dict(longest=8, rank=4), "none")).init(jax.random.key(0), zoo.inputs(1, 9), Context())
+    with pytest.raises(UserError, match=r"rank 9 is more than .*longest 8.* closest: .*rank=8"):
+        zoo.shapes(zoo.make(("linformer", dict(longest=8, rank=9), "none")))
+
+
+@pytest.mark.parametrize(("landmarks", "conv"), [(5, 3), (4, 0), (20, 33)])
+def test_nystrom_is_its_papers_definition(landmarks, conv):
+    """With stretches that differ by one token at most, and no more landmarks than tokens."""
+
+    def inverse(A):
+        one = np.eye(len(A))
+        Z = A.T / (np.abs(A).sum(axis=0).max() * np.abs(A).sum(axis=1).max())
+        for _ in range(6):
+            Z = Z @ (13 * one - A @ Z @ (15 * one - A @ Z @ (7 * one - A @ Z))) / 4
+        return Z
+
+    def definition(p, x):
+        q, k, v = heads(p, x)
+        (H, n, K), M = q.shape, min(landmarks, len(x))
+        of = [[t for t in range(n) if t * M // n == m] for m in range(M)]
+        y = np.zeros(q.shape)
+        for h in range(H):
+            near_q, near_k = (np.stack([one[h, ts].mean(axis=0) for ts in of]) for one in (q, k))
+            F, A, B = (softmax(a @ b.T / np.sqrt(K)) for a, b in [(q[h], near_k), (near_q, near_k), (near_q, k[h])])
+            y[h] = F @ inverse(A) @ B @ v[h]
+            for t in range(n):
+                for w in range(conv):
+                    if 0 <= (s := t + w - conv // 2) < n:
+                        y[h, t] += p["conv"][w, h] * v[h, s]
+        return joined(p, y)
+
+    alone("nystrom", definition, landmarks=landmarks, conv=conv)

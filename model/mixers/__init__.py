@@ -4,8 +4,10 @@ from model.contract import Mixer
 from model.mixers.attention import Attention
 from model.mixers.b2s6 import B2S6
 from model.mixers.cross_attention import CrossAttention
+from model.mixers.dilated import Dilated
 from model.mixers.dss import DSS
 from model.mixers.fox import Fox
+from model.mixers.local import Local
 from model.mixers.lru import LRU
 from model.mixers.mamba import Mamba
 from model.mixers.mamba2 import Mamba2
@@ -22,9 +24,11 @@ MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
     "b2s6": B2S6,
     "cross_attention": CrossAttention,
+    "dilated": Dilated,
     "dss": DSS,
     "fox": Fox,
     "gru": GRU,
+    "local": Local,
     "lstm": LSTM,
     "lru": LRU,
     "mamba": Mamba,

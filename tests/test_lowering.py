@@ -18,7 +18,7 @@ from model.ops import attention as op
 from model.ops.attention import Bias, attention
 from model.ops.mask import CAUSAL, FULL, Mask, Prefix, window
 from model.positions import POSITIONS
-from tests import meshes
+from tests import meshes, zoo
 from tests.meshes import laid, lowered, mesh_of
 from tests.test_attention import slope
 from train.sharding import AXES, shardings
@@ -29,6 +29,12 @@ ROWS = ("data", "fsdp")
 WIDTH, LENGTH = 64, 512
 # Heads of sizes that kernels are made for; the defaults are for a small width.
 SETTINGS = {"mamba2": dict(head_dim=16, state=16)}
+
+
+def settings_of(name: str) -> dict:
+    cls = MIXERS[name]
+    place = {"position": POSITIONS["rope"]} if cls.softmax else {"causal": False} if cls.both_ways_only else {}
+    return SETTINGS.get(name, {}) | place
 
 
 @lru_cache(4)  # one for the tests of a mixer
@@ -63,7 +69,7 @@ def mixer_step(mixer, mesh, packed=False):
 def test_every_mixer_lowers(name, chip):
     """In float32 on 4 devices that share rows and channels; in bfloat16, packed, on 256 that share the length too."""
     cls = MIXERS[name]
-    settings = SETTINGS.get(name, {}) | ({"position": POSITIONS["rope"]} if cls.softmax else {})
+    settings = settings_of(name)
     few = mixer_step(cls(width=WIDTH, **settings), mesh_of(chip, data=2, tensor=2))
     many = mesh_of(chip, data=4, fsdp=4, tensor=4, sequence=4)
     mixer_step(cls(width=WIDTH, dtype=jnp.bfloat16, **settings), many, packed=True)
@@ -75,11 +81,11 @@ PURE = [{axis: size} for axis in ("data", "fsdp", "tensor", "sequence") for size
 
 
 @pytest.mark.parametrize("chip", ["tpu", "gpu"])
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", [*zoo.FIRST_OF_KIN, "cross_attention"])
 def test_every_mixer_lowers_on_every_axis(name, chip):
     """Alone: of 4 devices on one platform and of 256 on the other, in turn."""
     cls = MIXERS[name]
-    settings = SETTINGS.get(name, {}) | ({"position": POSITIONS["rope"]} if cls.softmax else {})
+    settings = settings_of(name)
     turns = [PURE[0], PURE[3], PURE[4], PURE[7]] if chip == "tpu" else [PURE[1], PURE[2], PURE[5], PURE[6]]
     assert sorted(axis for sizes in turns for axis in sizes) == ["data", "fsdp", "sequence", "tensor"]
     for sizes in turns:

@@ -130,7 +130,8 @@ def test_sharing_the_length_changes_nothing(op, sizes):
 
 
 # What holds each token's past in a state, or reads it by a convolution, and can be taken apart.
-APART = [case for case in zoo.ALONE if not MIXERS[case].softmax and case not in ("rnn", "lstm", "gru")]
+LOOPS = ("rnn", "lstm", "gru")  # one token after another
+APART = [name for name in zoo.WRITERS if not MIXERS[name].softmax and name not in LOOPS]
 STRETCH = 2048
 
 

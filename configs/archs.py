@@ -27,6 +27,8 @@ ARCHS = {
     "alibi": dict(mixers=("attention",), position="alibi"),  # multi-head softmax attention, linear biases
     "mqa": dict(mixers=("attention",), position="rope", attention=dict(n_kv_heads=1)),  # one key-value head
     "window": dict(mixers=("attention",), position="rope", attention=dict(window=64)),  # each token sees the last 64
+    "local": dict(mixers=("local",), position="rope"),  # each token sees its own block of 64
+    "dilated": dict(mixers=("dilated",), position="rope"),  # each token sees every fourth of the last 256
     "mla": dict(mixers=("mla",), position="rope"),  # multi-head latent attention: a compressed key-value cache
     "fox": dict(mixers=("fox",)),  # softmax attention that forgets as tokens decide, in the place of positions
     "linear": dict(mixers=("linear",)),  # linear attention: sums of keys and values in place of scores
@@ -89,10 +91,10 @@ ARCHS = {
     "samba": dict(mixers=("mamba", "attention"), position="rope", attention=dict(window=2048)),
     # Gemma 3 (arXiv:2503.19786): five layers that see the last 1,024 tokens, then one that sees all and turns slower.
     "gemma3": dict(
-        mixers=("local",) * 5 + ("global",),
+        mixers=("near",) * 5 + ("global",),
         norm_order="sandwich",
         mlp="geglu",
-        local=dict(mixer="attention", position="rope", window=1024, qk_norm=True),
+        near=dict(mixer="attention", position="rope", window=1024, qk_norm=True),
         **{"global": dict(mixer="attention", position="rope", rope=dict(theta=1e6), qk_norm=True)},
     ),
 }
@@ -110,6 +112,8 @@ MLP_WIDTHS = {
     "alibi": (184, 352, 704, 1376),
     "mqa": (216, 416, 832, 1632),
     "window": (184, 352, 704, 1376),
+    "local": (184, 352, 704, 1376),
+    "dilated": (184, 352, 704, 1376),
     "fox": (184, 352, 704, 1376),
     "mega": (48, 136, 320, 648),
     "mega_chunk": (48, 136, 320, 648),

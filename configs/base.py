@@ -6,8 +6,8 @@ choice's own defaults (`model.mamba.state`, `model.rope.theta`, `data.mqar.lengt
 config states only what differs and a run's `config.json` holds only what it used.
 
 Layers that share a mixer may differ: a name of one's own in `model.mixers` has a section that says which mixer it is
-(`model.local.mixer`), perhaps a position of its own (`model.local.position`, `model.local.rope.theta`), and whatever
-settings of that mixer differ (`model.local.window`).
+(`model.near.mixer`), perhaps a position of its own (`model.near.position`, `model.near.rope.theta`), and whatever
+settings of that mixer differ (`model.near.window`).
 """
 
 from dataclasses import dataclass

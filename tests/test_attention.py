@@ -10,7 +10,7 @@ import pytest
 from experiments.measurements import attention_speed, speed
 from model.errors import UserError
 from model.ops import attention as op
-from model.ops import sharing, tiled_attention
+from model.ops import block_attention, sharing, tiled_attention
 from model.ops.attention import Bias, attention
 from model.ops.dense_attention import reference
 from model.ops.fused_attention import splash
@@ -95,6 +95,7 @@ def run(values, call, implementation, dtype):
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     monkeypatch.setattr(tiled_attention, "tile_shape", lambda o: (16, 24))
+    monkeypatch.setattr(block_attention, "tile_size", lambda mask: 16)
 
 
 @pytest.mark.few(8)
@@ -103,13 +104,13 @@ def test_implementations_are_one_function(call):
     with jax.enable_x64(True):
         truth = run(arrays(), call, "reference", jnp.float64)
         assert truth["out"].dtype == jnp.float64
-        for name in ("xla", "tiled"):
+        for name in ("xla", "tiled", "blocks"):
             got = run(arrays(), call, name, jnp.float64)
             for key, want in truth.items():
                 np.testing.assert_allclose(got[key], want, atol=1e-9, err_msg=f"{name} {key}")
 
 
-@pytest.mark.parametrize("name", ["xla", "tiled"])
+@pytest.mark.parametrize("name", ["xla", "tiled", "blocks"])
 def test_narrow_dtypes_stay_close(name):
     values, call = arrays(), CALLS["all"]
     with jax.enable_x64(True):
@@ -267,9 +268,9 @@ def test_a_kernel_asked_for_by_name_says_what_it_lacks():
 @pytest.mark.quick
 def test_the_support_matrix_is_what_the_choice_reads():
     table = op.support_matrix()
-    assert table["a position bias"] == dict(splash="-", cudnn="-", ring="yes", xla="yes", tiled="yes", reference="yes")
-    both = table["a window on the distance with no causal mask"]
-    assert both == dict(splash="yes", cudnn="-", ring="yes", xla="yes", tiled="yes", reference="yes")
+    plain = dict.fromkeys(("ring", "xla", "tiled", "blocks", "reference"), "yes")
+    assert table["a position bias"] == dict(splash="-", cudnn="-", **plain)
+    assert table["a window on the distance with no causal mask"] == dict(splash="yes", cudnn="-", **plain)
     assert set(table["platform"]) == set(op.IMPLEMENTATIONS)
 
 

@@ -309,10 +309,10 @@ def test_narrow_dtypes_keep_parameters_and_logits_wide(dtype, tolerance):
 
 @pytest.mark.scale
 @pytest.mark.quick
-@pytest.mark.parametrize("mixers", [("attention",), ("local", "mamba")])
+@pytest.mark.parametrize("mixers", [("attention",), ("near", "mamba")])
 def test_ragged_generation_where_integers_are_wide(mixers):
     """Prompts of two lengths, then a token more, with 64 bits allowed: the state stays what it was opened as."""
-    named = {"local": dict(mixer="attention", position="rope", window=3)}
+    named = {"near": dict(mixer="attention", position="rope", window=3)}
     config = base.get_config().model.to_dict() | dict(width=16, mixers=mixers, **named)
     model = build.build(config | entries.sections(mixers, "none", named), Asked(20))
     variables, segments = init(model, TOKENS), jnp.asarray([[1] * 6, [1] * 4 + [0] * 2], jnp.int32)

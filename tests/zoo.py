@@ -35,6 +35,7 @@ VARIANTS = {
     ],
     "b2s6": [{"blocks": 2, "state": 8}],
     "deltanet": [{"head_dim": 8, "conv": 2}],
+    "dilated": [{"window": 3, "dilation": 2, "n_kv_heads": 2}],
     "fox": [{"window": 4, "n_kv_heads": 2, "sinks": True}],
     "gla": [{"n_heads": 2, "key_dim": 5, "rank": 3}],
     "gru": [{"hidden": 12}],
@@ -49,6 +50,7 @@ VARIANTS = {
     "gru": [{"hidden": 12}],
     "kda": [{"head_dim": 8, "rank": 3}],
     "h3": [{"head_dim": 4, "state": 8, "shift": 3}],
+    "local": [{"block": 10, "n_kv_heads": 1}],
     "lru": [{"window": 4}],
     "lstm": [{"hidden": 12}],
     "mamba": [{"norm": "learned", "dt_rank": 4}],
@@ -67,6 +69,8 @@ VARIANTS = {
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
 }
 REFERENCE = {"attention": "reference", "fox": "reference", "mega": "reference", "mla": "reference"}
+SPARSE = ("local", "dilated")  # patterns of attention
+REFERENCE = dict.fromkeys(("attention", "fox", "mla", *SPARSE), "reference")
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
 WRITERS = [name for name in ALONE if not MIXERS[name].both_ways_only]  # that can be causal, and so write token by token

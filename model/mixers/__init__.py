@@ -5,6 +5,7 @@ from model.mixers.attention import Attention
 from model.mixers.b2s6 import B2S6
 from model.mixers.cross_attention import CrossAttention
 from model.mixers.deltanet import DeltaNet
+from model.mixers.dilated import Dilated
 from model.mixers.dss import DSS
 from model.mixers.fnet import FNet
 from model.mixers.fox import Fox
@@ -15,6 +16,7 @@ from model.mixers.gated_deltanet import GatedDeltaNet
 from model.mixers.kda import KDA
 from model.mixers.h3 import H3
 from model.mixers.linformer import Linformer
+from model.mixers.local import Local
 from model.mixers.lru import LRU
 from model.mixers.mamba import Mamba
 from model.mixers.mamba2 import Mamba2
@@ -35,6 +37,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "b2s6": B2S6,
     "cross_attention": CrossAttention,
     "deltanet": DeltaNet,
+    "dilated": Dilated,
     "dss": DSS,
     "fnet": FNet,
     "fox": Fox,
@@ -47,6 +50,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "kda": KDA,
     "h3": H3,
     "linformer": Linformer,
+    "local": Local,
     "lstm": LSTM,
     "lru": LRU,
     "mamba": Mamba,

@@ -17,6 +17,7 @@ from model import placement
 from model.contract import wide
 from model.errors import UserError, choose
 from model.ops import sharing
+from model.ops.block_attention import blocks
 from model.ops.dense_attention import reference, weights_and_lse, xla
 from model.ops.fused_attention import cudnn, splash
 from model.ops.mask import CAUSAL, FULL, Mask
@@ -104,6 +105,11 @@ IMPLEMENTATIONS = {
     "tiled": Implementation(
         run=tiled, summary="a tile of scores at a time, in plain XLA; memory grows with L", lacks=frozenset({"ring"})
     ),
+    "blocks": Implementation(
+        run=blocks,
+        summary="the key blocks that a pattern lists, of all query blocks at once; work grows with the lists",
+        lacks=frozenset({"ring"}),
+    ),
     "reference": Implementation(
         run=reference, summary="the definition, one head after another", lacks=frozenset({"ring"})
     ),
@@ -161,6 +167,7 @@ def prepare(
     q_levels: jax.Array | None = None,
     k_levels: jax.Array | None = None,
     right_padded: bool = False,
+    gapless: bool = False,
 ) -> tuple[Form, Operands]:
     """A call in the shape the implementations take.
 
@@ -169,7 +176,7 @@ def prepare(
     a score s into c tanh(s/c); then `bias` is added. `sinks` `[H]` are logits that take part in the softmax and have no
     value; `additive` `[H, K]` are the weights of Bahdanau's score. `q_levels` `[B or 1, L, H]` and `k_levels`
     `[B or 1, M, H]` lower a score by the distance between the two. `right_padded`: segments are of one document a row,
-    with padding behind it; what padding then gets means nothing.
+    with padding behind it; what padding then gets means nothing. `gapless`: no padding stands inside documents.
     """
     (B, L, H, K), G = q.shape, k.shape[2]
     if H % G:
@@ -187,6 +194,7 @@ def prepare(
         bias=None if bias is None else bias.fn,
         right_padded=right_padded,
         stretches=1 if contiguous else 0,
+        gapless=gapless,
     )
     operands = Operands(
         q=q.reshape(B, L, G, H // G, K),

@@ -8,6 +8,8 @@ Documents and padding are data and no part of it.
 import dataclasses
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from model.errors import UserError
 
 Array = Any  # of numpy, where it is known when traced, or of JAX
@@ -36,6 +38,18 @@ class Mask:
     def band(self) -> tuple[Reach, Reach] | None:
         """How far back and how far ahead a query sees; None where distance alone does not say it."""
         return None
+
+    def reach(self) -> tuple[Reach, Reach]:
+        """How far back and how far ahead a query sees at most."""
+        return self.band() or (None, None)
+
+    def grain(self) -> int | None:
+        """The size of the blocks that it is made of, beginning at position 0; None: it is not made of blocks."""
+        return None
+
+    def left(self, l: int, m: int) -> "Mask":
+        """What is still to be asked in blocks of l queries and m keys, counted from 0, of which it shows some."""
+        return self
 
     def by_order(self) -> bool:
         """Whether it is enough to know which of two positions comes first."""
@@ -129,6 +143,15 @@ class Both(Mask):
         one, other = (mask.block(q_low, q_high, k_low, k_high) for mask in (self.one, self.other))
         return Block(one.some & other.some, one.every & other.every)
 
+    def reach(self) -> tuple[Reach, Reach]:
+        return tuple(map(nearer, self.one.reach(), self.other.reach()))
+
+    def grain(self) -> int | None:
+        return nearer(self.one.grain(), self.other.grain())
+
+    def left(self, l: int, m: int) -> Mask:
+        return self.one.left(l, m) & self.other.left(l, m)
+
 
 @dataclasses.dataclass(frozen=True)
 class Either(Mask):
@@ -145,6 +168,15 @@ class Either(Mask):
         one, other = (mask.block(q_low, q_high, k_low, k_high) for mask in (self.one, self.other))
         return Block(one.some | other.some, one.every | other.every)
 
+    def reach(self) -> tuple[Reach, Reach]:
+        return tuple(map(farther, self.one.reach(), self.other.reach()))
+
+    def grain(self) -> int | None:
+        return nearer(self.one.grain(), self.other.grain())
+
+    def left(self, l: int, m: int) -> Mask:
+        return FULL if {self.one.left(l, m), self.other.left(l, m)} == {FULL} else self
+
 
 FULL = Band(None, None)
 CAUSAL = Band(None, 0)
@@ -155,6 +187,16 @@ def window(n: int) -> Band:
     if n < 1:
         raise UserError(f"window {n} must be at least 1")
     return Band(n - 1, n - 1)
+
+
+def block_matrix(mask: Mask, queries: int, keys: int, l: int, m: int) -> np.ndarray:
+    """Which of so many blocks of l queries see some of so many blocks of m keys, `[queries, keys]` bool.
+
+    Both are at positions 0, 1, 2, ...; what it says False to may be skipped.
+    """
+    i, j = np.arange(queries, dtype=np.int32)[:, None], np.arange(keys, dtype=np.int32)[None]
+    some = mask.block(i * l, i * l + l - 1, j * m, j * m + m - 1).some
+    return np.array(np.broadcast_to(some, (queries, keys)))
 
 
 def both(one: Array | None, other: Array | None) -> Array | None:

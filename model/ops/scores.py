@@ -39,6 +39,7 @@ class Form:
     bias: Callable | None
     right_padded: bool  # segments, where there are any, are of one document a row with padding behind it
     stretches: int  # both positions are 0, 1, 2, ...; above 1: queries are one of so many stretches. 0: they are not
+    gapless: bool = False  # two tokens of one document are as far apart in the row as their positions say
     ring: tuple[str, ...] = ()  # mesh axes round which keys and values go; a device holds a stretch of them
 
 

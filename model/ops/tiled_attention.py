@@ -164,6 +164,47 @@ def tile_mask(form: Form, t: Operands) -> jax.Array | None:
     return None if mask is None else mask[:, None, None]
 
 
+Seen = tuple[jax.Array, jax.Array, jax.Array]  # highest score, sum of the weights [B, G, R, l], and of values
+
+
+def add_tile(
+    form: Form, t: Operands, mask: jax.Array | None, top: jax.Array, total: jax.Array, sum_: jax.Array
+) -> Seen:
+    """What queries have seen, and the keys of one more tile."""
+    raw = raw_scores(t.q, t.k, t.additive)
+    scores = shape_scores(form, raw, t.bias, t.q_positions, t.k_positions, levels(t))
+    if mask is not None:
+        scores = jnp.where(mask, scores, -jnp.inf)
+    higher = jnp.maximum(top, jnp.max(scores, axis=-1))
+    weights = jnp.exp(scores - higher[..., None])
+    shrink = jnp.exp(top - higher)
+    seen = jnp.einsum("bgrlm,bmgv->bgrlv", weights.astype(t.v.dtype), t.v, preferred_element_type=sum_.dtype)
+    return higher, total * shrink + jnp.sum(weights, axis=-1), sum_ * shrink[..., None] + seen
+
+
+def pull_tile(
+    form: Form, t: Operands, mask: jax.Array | None, lse: jax.Array, delta: jax.Array, d_out: jax.Array
+) -> tuple[tuple, tuple, tuple]:
+    """A tile's gradients: by queries and their levels; by keys, values and their levels; by what all tiles share."""
+    dtype = wide(t.q.dtype)
+    raw, pull_raw = scores_with_pull(t)
+    scores, pull = jax.vjp(
+        lambda raw, bias, levels: shape_scores(form, raw, bias, t.q_positions, t.k_positions, levels),
+        raw,
+        t.bias,
+        levels(t),
+    )
+    weights = jnp.exp(scores - lse[..., None])
+    if mask is not None:
+        weights = jnp.where(mask, weights, 0)
+    d_seen = jnp.einsum("bgrlm,bgrlv->bgmv", weights.astype(t.v.dtype), d_out, preferred_element_type=dtype)
+    d_weights = jnp.einsum("bgrlv,bmgv->bgrlm", d_out, t.v, preferred_element_type=dtype)
+    d_raw, d_bias, d_levels = pull(weights * (d_weights - delta[..., None]))
+    d_query, d_key, d_additive = pull_raw(d_raw)
+    q_level, k_level = d_levels or (None, None)
+    return (d_query, q_level), (d_key, jnp.moveaxis(d_seen, 1, 2), k_level), (d_bias, d_additive)
+
+
 def when(sparse: bool, wanted: jax.Array, function, *operands):
     """`function(*operands)` where wanted, else the operands as they are; they are small, so passing them is cheap."""
     if not sparse:
@@ -186,17 +227,8 @@ def forward(form: Form, tile: tuple[int, int], pairs: Pairs, o: Operands):
         i, j, want = pair
         t = at(c, i, j)
 
-        def see(top, total, sum_):
-            raw = raw_scores(t.q, t.k, t.additive)
-            scores = shape_scores(form, raw, t.bias, t.q_positions, t.k_positions, levels(t))
-            mask = tile_mask(form, t)
-            if mask is not None:
-                scores = jnp.where(mask, scores, -jnp.inf)
-            higher = jnp.maximum(top, jnp.max(scores, axis=-1))
-            weights = jnp.exp(scores - higher[..., None])
-            shrink = jnp.exp(top - higher)
-            seen = jnp.einsum("bgrlm,bmgv->bgrlv", weights.astype(t.v.dtype), t.v, preferred_element_type=dtype)
-            return higher, total * shrink + jnp.sum(weights, axis=-1), sum_ * shrink[..., None] + seen
+        def see(*seen):
+            return add_tile(form, t, tile_mask(form, t), *seen)
 
         new = when(pairs.sparse, want, see, *(x[i] for x in carry))
         return tuple(lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(carry, new, strict=True)), None
@@ -239,23 +271,7 @@ def gradients(form: Form, tile: tuple[int, int], pairs: Pairs, kept, grads) -> O
         t = at(c, i, j)
 
         def see(by_query, by_key, d_shared):
-            raw, pull_raw = scores_with_pull(t)
-            scores, pull = jax.vjp(
-                lambda raw, bias, levels: shape_scores(form, raw, bias, t.q_positions, t.k_positions, levels),
-                raw,
-                t.bias,
-                levels(t),
-            )
-            weights = jnp.exp(scores - lses[i][..., None])
-            mask = tile_mask(form, t)
-            if mask is not None:
-                weights = jnp.where(mask, weights, 0)
-            d_seen = jnp.einsum("bgrlm,bgrlv->bgmv", weights.astype(t.v.dtype), d_outs[i], preferred_element_type=dtype)
-            d_weights = jnp.einsum("bgrlv,bmgv->bgrlm", d_outs[i], t.v, preferred_element_type=dtype)
-            d_raw, d_bias, d_levels = pull(weights * (d_weights - deltas[i][..., None]))
-            d_query, d_key, d_additive = pull_raw(d_raw)
-            q_level, k_level = d_levels or (None, None)
-            more = (d_query, q_level), (d_key, jnp.moveaxis(d_seen, 1, 2), k_level), (d_bias, d_additive)
+            more = pull_tile(form, t, tile_mask(form, t), lses[i], deltas[i], d_outs[i])
             return jax.tree.map(jnp.add, (by_query, by_key, d_shared), more)
 
         there = partial(jax.tree.map, lambda x, block: x[block])

@@ -8,8 +8,8 @@ from model.weights.family import Config, Family, Model, Settings, fixed, need
 from model.weights.llama import attention, gated_mlp
 from model.weights.names import ABOVE_ONE, Row, row
 
-KINDS = {"sliding_attention": "local", "full_attention": "full"}
-BASES = {"local": ("rope_local_base_freq", 10_000.0), "full": ("rope_theta", 1_000_000.0)}
+KINDS = {"sliding_attention": "near", "full_attention": "full"}
+BASES = {"near": ("rope_local_base_freq", 10_000.0), "full": ("rope_theta", 1_000_000.0)}
 
 
 def settings(config: Config) -> Settings:
@@ -48,7 +48,7 @@ def settings(config: Config) -> Settings:
             f"{kind}.scale": config.get("query_pre_attn_scalar", 256) ** -0.5,
             f"{kind}.qk_norm": True,
             f"{kind}.qk_norm_eps": config.get("rms_norm_eps", 1e-6),
-            f"{kind}.window": config.get("sliding_window") if kind == "local" else None,
+            f"{kind}.window": config.get("sliding_window") if kind == "near" else None,
             **rope.settings(rotary(config, kind), f"{kind}.rope"),
         }
     return found

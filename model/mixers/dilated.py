@@ -1,0 +1,26 @@
+"""Dilated attention: a window with gaps."""
+
+from typing import ClassVar
+
+from model.mixers.sparse import Sparse
+from model.ops.mask import Mask
+from model.ops.patterns import Dilated as DilatedMask
+from model.settings import Length
+
+
+class Dilated(Sparse):
+    """A token sees every `dilation`-th one, itself included: Longformer's dilated window (arXiv:2004.05150).
+
+    `window` counts the tokens that are seen before it, and as many after it where it sees ahead, itself each time: it
+    reaches over `window * dilation`.
+    """
+
+    window: Length = 64  # tokens seen, to one side
+    dilation: Length = 4  # from one of them to the next; 1: no gaps
+
+    kind: ClassVar[str] = "dilated"
+
+    @property
+    def masks(self) -> tuple[Mask, ...]:
+        reach = self.window - 1
+        return (DilatedMask(self.dilation, reach, 0 if self.causal else reach),)

@@ -1,0 +1,144 @@
+"""Softmax attention by static sparse patterns: what every such mixer shares."""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model.cache import Cache, Full, Ring
+from model.contract import Context, Mixer, State
+from model.errors import UserError
+from model.mixers.attention import Biases, begin, check_heads, out_of_heads, queries_keys_values, remember
+from model.ops.attention import IMPLEMENTATIONS, attention, attention_weights
+from model.ops.conv import moved, places
+from model.ops.mask import Mask
+from model.ops.scores import Bias
+from model.ops.sparse_attention import sparse_attention
+from model.positions.position import Position
+from model.settings import Dim
+
+
+class Sparse(Mixer):
+    """Multi-head attention whose heads take turns in a few masks, over positions within documents.
+
+    Padding is taken out of packed rows first, so that tokens of a document lie side by side. A cache is read by the
+    same masks, and is a ring where they reach no farther back than that.
+    """
+
+    position: Any = Position  # builds the position encoding
+
+    n_heads: Dim = 4
+    n_kv_heads: Literal[0] | Dim = 0  # 0: as many as n_heads
+    head_dim: Literal[0] | Dim = 0  # 0: width / n_heads
+    bias: Biases = "none"  # projections that have one
+    implementation: Literal[*IMPLEMENTATIONS] | None = None  # None: what is not seen is skipped; others: of all pairs
+
+    softmax: ClassVar[bool] = True
+    kind: ClassVar[str]  # its name
+
+    @property
+    def masks(self) -> tuple[Mask, ...]:
+        """Head h has that of h's turn."""
+        raise NotImplementedError
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """How many of queries, how many of keys and values, and their dim."""
+        return self.n_heads, self.n_kv_heads or self.n_heads, self.head_dim or self.width // self.n_heads
+
+    def check(self, position: Position) -> None:
+        H, G, K = self.heads
+        check_heads(self.kind, H, G, self.width, self.head_dim)
+        position.check(K)
+        if H < len(self.masks):
+            raise UserError(
+                f"model.{self.kind}.n_heads {H} is too few for {len(self.masks)} patterns that heads take turns in; "
+                f"closest: {len(self.masks)}"
+            )
+        if position.stretches and isinstance(self.cache, Ring):
+            name = type(position).__name__.lower()
+            raise UserError(f"position {name!r} stretches with the length, and a ring never grows; use scaling 'ntk'")
+
+    @nn.compact
+    def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
+        skips = state is None and self.implementation in (None, "blocks") and not self.looked_into()
+        packed = state is None and ctx.segments is not None and not ctx.right_padded
+        if skips and packed:
+            there, back = places(ctx.segments > 0)
+            x, ctx = moved(x, there, back), without_gaps(ctx, there)
+        position, at, span = begin(self, x, ctx, state)
+        q, k, v = queries_keys_values(self, self.heads, x, x)
+        q, k = position.rotate_queries(q, at, span), position.rotate_keys(k, at, span)
+        call = dict(bias=ctx.bias if position.shares else position.bias(self.n_heads, self.causal))
+        if state is None:
+            at = ctx.positions if packed else None
+            call |= dict(q_positions=at, k_positions=at, q_segments=ctx.segments, k_segments=ctx.segments)
+            call |= dict(right_padded=ctx.right_padded, gapless=skips and packed)
+        else:
+            seen, where, state = remember(self.cache, ctx, state, k=k, v=v)
+            call |= where
+            k, v = seen["k"], seen["v"]
+        y = self.attend(q, k, v, call, skips)
+        y = out_of_heads(self, y)
+        return moved(y, back, there) if skips and packed else y, state
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, call: dict[str, Any], skips: bool) -> jax.Array:
+        """The outputs of all heads, `[B, L, H, K]`; their weights are kept if someone wants to look at them."""
+        outputs, weights = [], []
+        for mask, heads, own in turns(self.masks, *self.heads[:2]):
+            turn = (jnp.take(q, heads, axis=2), *(x if own is None else jnp.take(x, own, axis=2) for x in (k, v)))
+            options = call | dict(mask=mask, bias=of_heads(call["bias"], heads))
+            if skips:
+                outputs.append(sparse_attention(*turn, **options))
+            else:
+                outputs.append(attention(*turn, **options, implementation=self.implementation))
+            if self.looked_into():
+                weights.append(attention_weights(*turn, **options))
+        order = np.argsort([h for _, heads, _ in turns(self.masks, *self.heads[:2]) for h in heads])
+        if weights:
+            self.sow("maps", "weights", jnp.take(jnp.concatenate(weights, axis=1), order, axis=1))
+        return jnp.take(jnp.concatenate(outputs, axis=2), order, axis=2)
+
+    @property
+    def cache(self) -> Cache:
+        entries = (("k", self.heads[1:]), ("v", self.heads[1:]))
+        back = [mask.reach()[0] for mask in self.masks]
+        return Full(entries, self.dtype) if None in back else Ring(entries, self.dtype, max(back) + 1)
+
+    def init_state(self, batch: int, max_len: int) -> State:
+        return self.cache.open(batch, max_len)
+
+    def state_bytes(self, length: int) -> int:
+        return self.cache.bytes(length)
+
+
+def turns(masks: tuple[Mask, ...], H: int, G: int) -> Iterator[tuple[Mask, np.ndarray, np.ndarray | None]]:
+    """Each mask, the heads that have it, and the key-value heads that they read in their order; None: all, as ever."""
+    R = H // G
+    for turn, mask in enumerate(masks):
+        heads = np.arange(turn, H, len(masks))
+        yield mask, heads, None if R % len(masks) == 0 or len(masks) == 1 else heads // R
+
+
+def of_heads(bias: Bias | None, heads: np.ndarray) -> Bias | None:
+    """A position bias of some heads."""
+    if bias is None:
+        return None
+
+    def own(leaf: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
+        return jnp.take(leaf, heads, axis=names.index("heads")) if "heads" in names else leaf
+
+    return bias.replace(params=jax.tree.map(own, bias.params, bias.axes))
+
+
+def without_gaps(ctx: Context, there: jax.Array) -> Context:
+    """The context of rows whose real tokens have been moved to the front."""
+
+    def front(x: jax.Array) -> jax.Array:
+        x = jnp.broadcast_to(x, there.shape)
+        return jnp.where(there >= 0, jnp.take_along_axis(x, jnp.maximum(there, 0), axis=1), 0)
+
+    return ctx.replace(positions=front(ctx.positions), segments=front(ctx.segments))

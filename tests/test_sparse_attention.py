@@ -1,0 +1,184 @@
+"""Attention by sparse patterns: each by its definition, pair by pair, and at its true cost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.contract import Context
+from model.mixers import MIXERS
+from model.ops.mask import CAUSAL, Prefix, block_matrix, window
+from model.ops.patterns import Chunk, Columns, Dilated, FirstQueries
+from tests import zoo
+from tests.test_mask import pairs_of
+
+H, K = 4, zoo.WIDTH // 4
+
+
+# Patterns
+
+
+def every(step, back, ahead):
+    return lambda q, k: (q - k) % step == 0 and -ahead * step <= q - k <= back * step
+
+
+def columns(n, last, ahead):
+    return lambda q, k: q == k or (k % n >= n - last and (ahead or k <= q))
+
+
+MASKS = {
+    "chunk": (Chunk(7), lambda q, k: q // 7 == k // 7),
+    "causal chunk": (Chunk(7) & CAUSAL, lambda q, k: q // 7 == k // 7 and k <= q),
+    "dilated": (Dilated(3, 4, 2), every(3, 4, 2)),
+    "strided": (Dilated(5, None, 0), every(5, 1000, 0)),
+    "columns": (Columns(8, 2, None), columns(8, 2, True)),
+    "causal columns": (Columns(8, 3, 0), columns(8, 3, False)),
+    "first queries": (FirstQueries(4), lambda q, k: q < 4),
+    "global": (Prefix(3) | window(4) | FirstQueries(3), lambda q, k: min(q, k) < 3 or abs(q - k) < 4),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("mask", "truth"), MASKS.values(), ids=MASKS.keys())
+def test_a_pattern_is_its_definition_and_its_blocks_hide_nothing(mask, truth):
+    n, at = 60, np.arange(60)
+    seen = np.asarray([[truth(q, k) for k in at] for q in at])
+    np.testing.assert_array_equal(pairs_of(mask, at, at), seen)
+    np.testing.assert_array_equal(pairs_of(mask, jnp.asarray(at), jnp.asarray(at)), seen)
+    for l, m in ((5, 5), (4, 12), (10, 3), (1, 1), (7, 7)):
+        q, k = -(-n // l), -(-n // m)
+        wide = np.asarray([[truth(a, b) for b in range(k * m)] for a in range(q * l)]).reshape(q, l, k, m)
+        matrix = block_matrix(mask, q, k, l, m)
+        assert not (wide.any((1, 3)) & ~matrix).any()
+        i, j = np.mgrid[:q, :k]
+        whole = np.broadcast_to(mask.block(i * l, i * l + l - 1, j * m, j * m + m - 1).every, (q, k))
+        assert not (whole & ~wide.all((1, 3))).any()
+        if mask.grain() in (None, l, m):  # no more is listed than is seen
+            np.testing.assert_array_equal(matrix, wide.any((1, 3)))
+        left = pairs_of(mask.left(l, m), np.arange(q * l), np.arange(k * m)).reshape(q, l, k, m)
+        np.testing.assert_array_equal(left & matrix[:, None, :, None], wide)
+    for reach, distance in zip(mask.reach(), (at[:, None] - at, at - at[:, None]), strict=True):
+        assert reach is None or distance[seen].max() <= reach
+
+
+# Mixers
+
+
+def definition(mixer, p, x, sees):
+    """Softmax attention of one row, a pair at a time, over the pairs (head, query, key) that are seen."""
+    heads = {name: np.einsum("ld,dhk->lhk", x, p[name]["kernel"]) for name in "qkv"}
+    y = np.zeros_like(heads["q"])
+    for h in range(H):
+        for i in range(len(x)):
+            seen = [j for j in range(len(x)) if sees(h, i, j) and (j <= i or not mixer.causal)]
+            weights = np.exp([heads["q"][i, h] @ heads["k"][j, h] / np.sqrt(K) for j in seen])
+            y[i, h] = sum(w * heads["v"][j, h] for w, j in zip(weights, seen, strict=True)) / np.sum(weights)
+    return np.einsum("lhk,hkd->ld", y, p["out"]["kernel"])
+
+
+DEFINITIONS = {
+    "local": (dict(block=5), lambda h, i, j: i // 5 == j // 5),
+    "dilated": (dict(window=3, dilation=4), lambda h, i, j: abs(i - j) in (0, 4, 8)),
+}
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_a_mixer_is_its_papers_definition(name, causal):
+    """In a row, and in packed documents with padding inside, whose patterns begin anew."""
+    settings, sees = DEFINITIONS[name]
+    mixer, x = MIXERS[name](width=zoo.WIDTH, causal=causal, **settings), np.asarray(zoo.inputs(2, 34), np.float64)
+    variables = zoo.params(mixer)
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), variables["params"])
+    y, _ = zoo.apply(mixer)(variables, x.astype(np.float32), Context())
+    for row in range(2):
+        assert zoo.far(y[row], definition(mixer, wide, x[row], sees)) < 1e-5
+    segments = np.asarray([[0] + [1] * 7 + [2] * 9 + [0] * 3 + [2] * 12 + [0] * 2, [1] * 34])
+    y, _ = zoo.apply(mixer)(variables, x.astype(np.float32), zoo.context(segments))
+    for document in (1, 2):
+        there = segments[0] == document
+        assert zoo.far(y[0, there], definition(mixer, wide, x[0, there], sees)) < 1e-5
+
+
+# Cost
+
+
+def multiply_adds(jaxpr) -> int:
+    """Of all matrix products of a program, those in a loop as often as it turns; of branches, the dearest."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            size = np.prod([eqn.invars[0].aval.shape[axis] for axis in contracted])
+            total += int(np.prod(eqn.outvars[0].aval.shape) * size)
+        inner = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else [value])]
+        inner = [multiply_adds(getattr(x, "jaxpr", x)) for x in inner if hasattr(getattr(x, "jaxpr", x), "eqns")]
+        if eqn.primitive.name == "cond":
+            inner = [max(inner)]
+        total += sum(inner) * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else sum(inner)
+    return total
+
+
+def traced(mixer, L: int, segments=None):
+    """The program of a training step."""
+    ctx = Context() if segments is None else zoo.context(segments)
+
+    def objective(variables, x):
+        return jnp.sum(mixer.apply(variables, x, ctx)[0] ** 2)
+
+    return jax.jit(jax.grad(objective, argnums=(0, 1))).trace(zoo.params(mixer), zoo.inputs(1, L))
+
+
+def work(*call) -> int:
+    return multiply_adds(traced(*call).jaxpr.jaxpr)
+
+
+def memory(*call) -> int:
+    return traced(*call).lower().compile().memory_analysis().temp_size_in_bytes
+
+
+COSTS = {  # settings at a length
+    "local": lambda L: dict(block=32),
+    "dilated": lambda L: dict(window=16, dilation=4),
+}
+
+
+DIRECTIONS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+
+
+def sized(name: str, L: int, causal: bool = True):
+    return MIXERS[name](width=zoo.WIDTH, causal=causal, **COSTS[name](L))
+
+
+def most(name: str) -> float:
+    """How many times as much at four times the length."""
+    return 4.6 if MIXERS[name].cost == 1 else 9
+
+
+@DIRECTIONS
+@pytest.mark.parametrize("name", COSTS)
+def test_work_is_that_of_the_pattern(name, causal):
+    """From L to 4 L: a mask over all pairs would have 16 times the work."""
+    few, many = (work(sized(name, L, causal), L) for L in (1024, 4096))
+    assert many < most(name) * few, many / few
+
+
+@pytest.mark.scale
+@DIRECTIONS
+@pytest.mark.parametrize("name", COSTS)
+def test_memory_is_that_of_the_pattern(name, causal):
+    few, many = (memory(sized(name, L, causal), L) for L in (1024, 4096))
+    assert many < most(name) * few, many / few
+
+
+@pytest.mark.parametrize("name", ["local", "dilated"])
+def test_packed_rows_cost_no_more(name):
+    """Where it is known how far a pattern reaches; less than twice as much as where documents are not packed."""
+    few, many = (work(sized(name, L), L, np.ones((1, L), int)) for L in (1024, 4096))
+    assert many < most(name) * few and many < 2 * work(sized(name, 4096), 4096)
+
+
+def test_the_count_tells_a_mask_over_all_pairs_from_a_pattern():
+    """What the laws above are to catch: the same attention by masking."""
+    few, many = (work(sized("local", L).clone(implementation="xla"), L) for L in (1024, 4096))
+    assert many > 12 * few

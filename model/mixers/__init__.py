@@ -10,6 +10,7 @@ from model.mixers.lru import LRU
 from model.mixers.mamba import Mamba
 from model.mixers.mamba2 import Mamba2
 from model.mixers.mla import MLA
+from model.mixers.moba import MoBA
 from model.mixers.recurrent import GRU, LSTM, RNN
 from model.mixers.rglru import RGLRU
 from model.mixers.rwkv import RWKV
@@ -30,6 +31,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "mamba": Mamba,
     "mamba2": Mamba2,
     "mla": MLA,
+    "moba": MoBA,
     "rglru": RGLRU,
     "rnn": RNN,
     "rwkv": RWKV,

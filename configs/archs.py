@@ -46,6 +46,7 @@ ARCHS = {
         mixers=("linformer",), causal=False, position="sinusoidal", linformer=dict(rank=16, longest=1024)
     ),
     "nystrom": dict(mixers=("nystrom",), causal=False, position="sinusoidal"),  # attention by way of 64 landmarks
+    "moba": dict(mixers=("moba",), position="rope"),  # softmax attention to the blocks that each query chooses
     "s4d": dict(mixers=("s4d",)),  # diagonal state space, the same at every token
     "s4": dict(mixers=("s4",)),  # state space with HiPPO's matrix, diagonal plus low rank
     "s5": dict(mixers=("s5",)),  # one diagonal state space for all channels
@@ -126,6 +127,7 @@ MLP_WIDTHS = {
     "fnet": (272, 520, 1048, 2056),
     "nystrom": (184, 352, 704, 1376),
     "linformer": (96, 312, 680, 1368),
+    "moba": (184, 352, 704, 1376),
     "s4d": (184, 400, 832, 1680),
     "s4": (136, 352, 784, 1632),
     "s5": (184, 400, 832, 1680),

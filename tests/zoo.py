@@ -62,6 +62,7 @@ VARIANTS = {
     ],
     "mla": [{"q_rank": 8}, {"n_heads": 3, "head_dim": 6, "v_dim": 10}],
     "retention": [{"expand": 1, "n_heads": 2}],
+    "moba": [{"block": 6, "top": 2, "n_kv_heads": 2}, {"block": 3, "top": 3}],
     "rglru": [{"inner": 24, "n_heads": 2}],
     "rwkv6": [{"head_dim": 8, "mix_rank": 3}],
     "s4": [{"window": 4}],
@@ -71,6 +72,7 @@ VARIANTS = {
 REFERENCE = {"attention": "reference", "fox": "reference", "mega": "reference", "mla": "reference"}
 SPARSE = ("local", "dilated")  # patterns of attention
 REFERENCE = dict.fromkeys(("attention", "fox", "mla", *SPARSE), "reference")
+REFERENCE = {"attention": "reference", "fox": "reference", "mla": "reference", "moba": "reference"}
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
 WRITERS = [name for name in ALONE if not MIXERS[name].both_ways_only]  # that can be causal, and so write token by token

@@ -23,6 +23,7 @@ from model.mixers.mamba2 import Mamba2
 from model.mixers.mega import Mega
 from model.mixers.mla import MLA
 from model.mixers.nystrom import Nystrom
+from model.mixers.moba import MoBA
 from model.mixers.recurrent import GRU, LSTM, RNN
 from model.mixers.retention import Retention
 from model.mixers.rglru import RGLRU
@@ -59,6 +60,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "mla": MLA,
     "retention": Retention,
     "nystrom": Nystrom,
+    "moba": MoBA,
     "rglru": RGLRU,
     "rnn": RNN,
     "rwkv": RWKV,

@@ -1,0 +1,91 @@
+"""Mixture of block attention: each query chooses, by their mean keys, the blocks it attends to."""
+
+from typing import Any, ClassVar, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from model.cache import Full
+from model.contract import Context, Mixer, State
+from model.documents import looking_back
+from model.errors import UserError
+from model.mixers.attention import Biases, begin, check_heads, out_of_heads, queries_keys_values, remember
+from model.ops.chosen import attend, nearest_means, order_of, weights_of_all
+from model.positions.position import Position
+from model.settings import Dim, Length, Whole
+
+
+class MoBA(Mixer):
+    """MoBA (https://arxiv.org/abs/2502.13189): attention to a query's own block and a few earlier ones, by mean keys.
+
+    Blocks are of `block` tokens of a document, counted from its first. A head takes those earlier ones whose mean key,
+    as positions have turned it, has the highest product with its query; the paper's k counts the query's own block
+    too, `top` does not. The choice itself is not learned. Work grows with L (top + 1) block, and with L L / block for
+    the choice; blocks that were not chosen are not read.
+    """
+
+    position: Any = Position  # builds the position encoding
+
+    n_heads: Dim = 4
+    n_kv_heads: Literal[0] | Dim = 0  # 0: as many as n_heads
+    head_dim: Literal[0] | Dim = 0  # 0: width / n_heads
+    bias: Biases = "none"  # projections that have one
+    block: Length = 64  # tokens of a block
+    top: Whole = 3  # earlier blocks that a query chooses, besides its own
+    implementation: Literal["gathered", "reference"] | None = None  # gathered blocks, or all scores; None: gathered
+
+    softmax: ClassVar[bool] = True
+    forward_only: ClassVar[bool] = True
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """How many of queries, how many of keys and values, and their dim."""
+        return self.n_heads, self.n_kv_heads or self.n_heads, self.head_dim or self.width // self.n_heads
+
+    def check(self, position: Position) -> None:
+        if not self.causal:
+            raise UserError(
+                "moba chooses among earlier blocks and runs forward only: model.causal is False; allowed: True"
+            )
+        H, G, K = self.heads
+        check_heads("moba", H, G, self.width, self.head_dim)
+        position.check(K)
+
+    @nn.compact
+    def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
+        position, at, span = begin(self, x, ctx, state)
+        ctx, (H, G, K) = looking_back(ctx), self.heads
+        q, k, v = queries_keys_values(self, self.heads, x, x)
+        q, k = position.rotate_queries(q, at, span), position.rotate_keys(k, at, span)
+        k_at, segments, first = at, ctx.segments, 0
+        if state is not None:
+            first = state["written"]
+            seen, places, state = remember(self.cache, ctx, state, k=k, v=v)
+            k, v, k_at, segments = seen["k"], seen["v"], places["k_positions"], seen["segments"]
+
+        order = order_of(k.shape[:2], segments, first, x.shape[1])
+        chosen = nearest_means(q.reshape(*q.shape[:2], G, -1, K), order.moved(k), order, self.block, self.top)
+        # Every head has chosen by itself, so that each reads its keys alone.
+        q, k, v = q[:, :, :, None], jnp.repeat(k, H // G, axis=2), jnp.repeat(v, H // G, axis=2)
+        bias = ctx.bias if position.shares else position.bias(H, causal=True)
+        call = dict(bias=bias, q_positions=at, k_positions=k_at)
+        if self.looked_into() or self.implementation == "reference":
+            weights = weights_of_all(q, k, chosen, order, self.block, **call)
+        if self.looked_into():
+            self.sow("maps", "weights", weights[:, :, 0])
+        if self.implementation == "reference":
+            y = jnp.einsum("bhrlm,bmhv->blhrv", weights.astype(v.dtype), v)
+        else:
+            y = attend(q, k, v, chosen, order, self.block, **call)
+        return out_of_heads(self, y[:, :, :, 0]), state
+
+    @property
+    def cache(self) -> Full:
+        return Full((("k", self.heads[1:]), ("v", self.heads[1:])), self.dtype)
+
+    def init_state(self, batch: int, max_len: int) -> State:
+        return self.cache.open(batch, max_len)
+
+    def state_bytes(self, length: int) -> int:
+        return self.cache.bytes(length)

@@ -130,16 +130,20 @@ def added(k: Array, v: Array, weight: Array | None, chunk: int, interpret: bool)
 
 
 def carried_kernel(see: Refs, before, end, *, reverse: bool):
-    """`h = total h + added` over chunks, for T numbers. added, before: [M, T]; total: [M]; start, end: [T]."""
+    """`h = total h + added` over chunks, for R rows. added, before: [M, R, V]; total: [M] or [M, R]; start: [R, V]."""
     new, total = see["added"], see.get("total")
     M = new.shape[0]
 
+    def left(i):
+        return total[i] if len(total.shape) == 1 else total[i, :][:, None]
+
     def steps(first, h, n):
         places = [M - 1 - (first + i) if reverse else first + i for i in range(n)]
-        fetched = [new[i, :].astype(h.dtype) for i in places]  # all of them before the first is waited for
-        for i, one in zip(places, fetched, strict=True):
-            before[i, :] = h.astype(before.dtype)
-            h = one + (h if total is None else total[i] * h)
+        # All of them are fetched before the first is waited for.
+        fetched = [(new[i, :, :].astype(h.dtype), None if total is None else left(i)) for i in places]
+        for i, (one, decay) in zip(places, fetched, strict=True):
+            before[i, :, :] = h.astype(before.dtype)
+            h = one + (h if total is None else decay * h)
         return h
 
     h = lax.fori_loop(0, M // AHEAD, lambda n, h: steps(n * AHEAD, h, AHEAD), see["start"][...])
@@ -147,23 +151,21 @@ def carried_kernel(see: Refs, before, end, *, reverse: bool):
 
 
 def carried(new: Array, total: Array | None, h0: Array, reverse: bool, interpret: bool) -> tuple[Array, Array]:
-    """The states before each chunk, as `new`, and after the last; in reverse, from the end. total: [B, H, M]."""
+    """The states before each chunk, as `new`, and after the last; in reverse, from the end.
+
+    new: [B, M, H, K, V]; total: [B, H, M], or [B, H, M, K] where every channel decays by itself.
+    """
     B, M, H, K, V = new.shape
-    T = min(TILE, K * V)
-    every = pl.BlockSpec((None, M, None, T), lambda h, t, b: (b, 0, h, t))
-    one = pl.BlockSpec((None, None, T), lambda h, t, b: (b, h, t))
-    given = dict(
-        added=(new.reshape(B, M, H, K * V), every),
-        total=(total, pl.BlockSpec((None, None, M), lambda h, t, b: (b, h, 0))),
-        start=(h0.reshape(B, H, K * V), one),
-    )
-    made = [
-        (jax.ShapeDtypeStruct((B, M, H, K * V), new.dtype), every),
-        (jax.ShapeDtypeStruct((B, H, K * V), h0.dtype), one),
-    ]
-    kernel, grid = partial(carried_kernel, reverse=reverse), (H, K * V // T, B)
-    before, end = launch(kernel, "state_carried", grid, given, made, PARAMS["carried"], interpret)
-    return before.reshape(new.shape), end.reshape(h0.shape)
+    R = min(K, max(1, TILE // V))
+    every = pl.BlockSpec((None, M, None, R, V), lambda h, t, b: (b, 0, h, t, 0))
+    one = pl.BlockSpec((None, None, R, V), lambda h, t, b: (b, h, t, 0))
+    block = pl.BlockSpec((None, None, M), lambda h, t, b: (b, h, 0))
+    if total is not None and total.ndim == 4:
+        block = pl.BlockSpec((None, None, M, R), lambda h, t, b: (b, h, 0, t))
+    given = dict(added=(new, every), total=(total, block), start=(h0, one))
+    made = [(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), block) for leaf, block in ((new, every), (h0, one))]
+    kernel, grid = partial(carried_kernel, reverse=reverse), (H, K // R, B)
+    return tuple(launch(kernel, "state_carried", grid, given, made, PARAMS["carried"], interpret))
 
 
 def sides(n: int) -> tuple[Array, Array]:
@@ -288,11 +290,12 @@ def fused_backward(chunk, interpret, saved, g):
 fused.defvjp(fused_forward, fused_backward)
 
 
-def on_each_device(run: Callable, rows: int, heads: int) -> Callable:
-    """`run` on a device's own rows and heads: of q, k, v, decays, state and documents."""
+def on_each_device(run: Callable, rows: int, heads: int, tokens: int = 3, states: int = 2) -> Callable:
+    """`run` on a device's own rows and heads: of arrays `[B, L, H, ...]`, of others `[B, H, ...]`, and of documents."""
     (r,), (h,) = (placement.spec([name], [size]) for name, size in (("batch", rows), ("heads", heads)))
     token, state = PartitionSpec(r, None, h), PartitionSpec(r, h)
-    return placement.on_each_device(run, (token, token, token, state, state, PartitionSpec(r)), (token, state))
+    in_specs = (*[token] * tokens, *[state] * states, PartitionSpec(r))
+    return placement.on_each_device(run, in_specs, (token, state))
 
 
 def fused_state(

@@ -6,15 +6,19 @@ import numpy as np
 import pytest
 from jax import lax
 
+from model.ops import fused_delta as delta
 from model.ops.fused_channels import fused_channels
 from model.ops.fused_state import fused_state
 from tests.test_fused_ssd import made_for
 
 B, H, K, V, Q = 2, 2, 16, 32, 16
-KINDS = ("plain", "head", "channels")
+KINDS = ("plain", "head", "channels", "delta", "gated delta")
 
 
 def fused(kind, x, opens, chunk, interpret=True):
+    if "delta" in kind:
+        args = (x["q"], x["k"], x["v"], x["beta"], x.get("a"), x["h0"], opens, chunk)
+        return delta.fused_delta(*args, interpret=interpret)
     run = fused_channels if kind == "channels" else fused_state
     return run(x["q"], x["k"], x["v"], x.get("a"), x["h0"], opens, chunk, interpret=interpret)
 
@@ -26,7 +30,10 @@ def loop(kind, x, opens):
         if "a" in t:
             h = jnp.exp(t["a"]).reshape(B, H, -1, 1) * h
         h = jnp.where(t["opens"][:, None, None, None], 0, h)
-        h += t["k"][..., None] * t["v"][..., None, :]
+        u = t["v"]
+        if "delta" in kind:
+            u = t["beta"][..., None] * (u - jnp.einsum("bhk,bhkv->bhv", t["k"], h))
+        h += t["k"][..., None] * u[..., None, :]
         return h, jnp.einsum("bhk,bhkv->bhv", t["q"], h)
 
     tokens = {name: jnp.swapaxes(leaf, 0, 1) for name, leaf in x.items() if name != "h0"}
@@ -37,8 +44,12 @@ def loop(kind, x, opens):
 def inputs(kind: str, L: int, strength: float = 1.0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     shapes = dict(q=(B, L, H, K), k=(B, L, H, K), v=(B, L, H, V), h0=(B, H, K, V))
-    shapes |= {"head": dict(a=(B, L, H)), "channels": dict(a=(B, L, H, K))}.get(kind, {})
+    if kind not in ("plain", "delta"):
+        shapes["a"] = (B, L, H, K) if kind == "channels" else (B, L, H)
     made = {name: rng.normal(size=shape) for name, shape in shapes.items()}
+    if "delta" in kind:
+        made["beta"] = rng.uniform(size=(B, L, H))
+        made["k"] /= np.linalg.norm(made["k"], axis=-1, keepdims=True)
     return made | ({"a": -strength * np.exp(made["a"])} if "a" in made else {})
 
 
@@ -70,9 +81,10 @@ def documents(L: int) -> jax.Array:
 @pytest.mark.parametrize(
     ("kind", "length", "cut"),
     [
-        ("plain", 63, False),
+        pytest.param("plain", 63, False, marks=pytest.mark.scale),
         ("head", 100, True),
         ("channels", 63, True),
+        ("gated delta", 63, True),
         *[
             pytest.param(kind, length, cut, marks=pytest.mark.scale)
             for kind in KINDS
@@ -88,7 +100,7 @@ def test_kernels_are_the_recurrence(kind, length, cut):
 
 @pytest.mark.scale
 @pytest.mark.parametrize("strength", [1e-4, 0.1, 1e2, 1e6])
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("kind", ["head", "channels", "gated delta"])
 def test_any_decay_is_exact(kind, strength):
     assert distance(kind, inputs(kind, 64, strength)) < 2e-6
 
@@ -99,8 +111,30 @@ def test_a_chunk_may_be_longer_than_a_row(kind):
     assert distance(kind, inputs(kind, 40), documents(40), chunk=64) < 2e-6
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.scale)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.scale
+@pytest.mark.parametrize("kind", ["delta", "gated delta"])
+def test_segments_at_once_are_one_after_another(kind, monkeypatch):
+    monkeypatch.setattr(delta, "PROGRAMS", 32)  # eight segments of a chunk each
+    assert distance(kind, inputs(kind, 120, strength=0.1), documents(120)) < 2e-6
+
+
+@pytest.mark.scale
+def test_keys_that_are_alike_are_told_apart():
+    """Every key nearly the same, and written whole: powers of A would grow beyond all bounds."""
+    x = inputs("delta", 64)
+    x["k"] = x["k"][:, :1] + 1e-2 * x["k"]
+    x["k"] /= np.linalg.norm(x["k"], axis=-1, keepdims=True)
+    assert distance("delta", x | dict(beta=np.ones_like(x["beta"])), chunk=64) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *[(kind, "bfloat16") for kind in ("head", "channels", "gated delta")],
+        *[pytest.param(kind, "bfloat16", marks=pytest.mark.scale) for kind in ("plain", "delta")],
+        *[pytest.param(kind, "float32", marks=pytest.mark.scale) for kind in KINDS],
+    ],
+)
 def test_kernels_lower_for_a_gpu(kind, dtype):
     x = {name: jnp.asarray(leaf, dtype if name in "qkv" else "float32") for name, leaf in inputs(kind, 200).items()}
 
@@ -110,6 +144,9 @@ def test_kernels_lower_for_a_gpu(kind, dtype):
 
     with made_for("NVIDIA H200"):
         text = jax.jit(pulled).trace(x, documents(200)).lower(lowering_platforms=("cuda",)).as_text()
-    own = kind if kind in ("channels",) else "state"
-    assert all(f'name = "{own}_{kernel}' in text for kernel in ("added", "outputs", "gradients"))
-    assert 'name = "state_carried' in text
+    made = {"channels": "channels_added channels_outputs channels_gradients state_carried"}
+    made |= dict.fromkeys(("plain", "head"), "state_added state_carried state_outputs state_gradients")
+    made |= dict.fromkeys(
+        ("delta", "gated delta"), "delta_solved delta_states delta_pulled delta_keys state_outputs state_gradients"
+    )
+    assert all(f'name = "{name}' in text for name in made[kind].split())

@@ -4,11 +4,13 @@
     python -m experiments.bench startup   seconds to the first step, at the first and at the second start
     python -m experiments.bench attention time and memory of attention beside its peers
     python -m experiments.bench scan      the same of state spaces: scans, Mamba-2's products, long convolutions
+    python -m experiments.bench state     the same of linear attention's kernels on a GPU, each beside the plain one
     python -m experiments.bench determinism   whether a run has the same bits again, and when killed and resumed
 
 loop, startup and determinism take --config=FILE, which may be repeated (default: the quickstart's architectures; for
 determinism five of width 128 in bfloat16), and --config.KEY=VALUE; all take --out=FILE, where rows go as JSON lines,
-and for the last three a table beside them, with the ending md. Where bits differ, the exit code is 1.
+and for the last four a table beside them, with the ending md. state takes --kind and --shape, which may be repeated.
+Where bits differ, the exit code is 1.
 """
 
 import json
@@ -21,7 +23,7 @@ from typing import Annotated
 import jax
 from absl import flags
 
-from experiments.measurements import attention_speed, determinism, overhead, scan_speed, speed, startup
+from experiments.measurements import attention_speed, determinism, overhead, scan_speed, speed, startup, state_speed
 from experiments.running import folders
 from experiments.running.runs import read_value
 from experiments.tables.definitions import TABLES
@@ -32,7 +34,9 @@ from train.revision import revision
 
 CONFIG = flags.DEFINE_multi_string("config", [], "Config file, with its argument if any; may be repeated.")
 STEPS = cli.flag("steps", Annotated[int, within(2, LARGEST)], 500, "loop: steps in a round.")
-ROUNDS = cli.flag("rounds", Count, 3, "loop, attention, scan: times that each contender has its turn.")
+ROUNDS = cli.flag("rounds", Count, 3, "loop, attention, scan, state: times that each contender has its turn.")
+KIND = flags.DEFINE_multi_string("kind", [], "state: what decays; may be repeated (default: every kind).")
+SHAPE = flags.DEFINE_multi_string("shape", [], "state: rows x tokens; may be repeated (default: every shape).")
 KILLS = cli.flag("kills", Count, 3, "determinism: times that a run is killed, and then resumed.")
 OUT = cli.flag("out", Name, None, "File for the measurements, a line of JSON each.")
 
@@ -61,6 +65,11 @@ def bench_contenders(name: str) -> Iterator[tuple[dict, str]]:
         yield row, f"{' '.join(str(row[key]) for key in bench.LEAD)}, {row['contender']}: {figures}"
 
 
+def bench_state() -> Iterator[tuple[dict, str]]:
+    for row in state_speed.measure(KIND.value, SHAPE.value, ROUNDS.value):
+        yield row, state_speed.sentence(row)
+
+
 def bench_determinism() -> Iterator[tuple[dict, str]]:
     settings = {} if CONFIG.value else determinism.SETTINGS
     overrides = {**settings, **{key: read_value(text) for key, text in cli.overrides()}}
@@ -81,10 +90,12 @@ BENCHES: dict[str, Callable[[], Iterator[tuple[dict, str]]]] = {
     "loop": bench_loop,
     "startup": bench_startup,
     **{name: partial(bench_contenders, name) for name in CONTESTS},
+    "state": bench_state,
     "determinism": bench_determinism,
 }
 MARKDOWN: dict[str, Callable[[list[dict]], str]] = {
     **{name: partial(speed.table, lead=contest.LEAD) for name, contest in CONTESTS.items()},
+    "state": state_speed.table,
     "determinism": determinism.table,
 }
 
@@ -99,8 +110,11 @@ def main(argv: list[str]) -> int:
         if out.is_dir():
             raise UserError(f"--out={out} is a folder; give a file, such as {out / 'rows.jsonl'}")
         folders.check_writable(out)
-    if argv[1] in CONTESTS and (CONFIG.value or cli.overrides()):
-        raise UserError(f"bench {argv[1]} takes no config; allowed: --rounds and --out")
+    chosen = "--kind, --shape, " if argv[1] == "state" else ""
+    if argv[1] in (*CONTESTS, "state") and (CONFIG.value or cli.overrides()):
+        raise UserError(
+            f"bench {argv[1]} takes no config; allowed: --rounds and --out{', --kind, --shape' * (argv[1] == 'state')}"
+        )
     rows = []
     for row, text in bench():
         print(text, flush=True)

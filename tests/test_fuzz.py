@@ -253,7 +253,8 @@ BENCH = [
     *([name, "--out=/proc/x"] for name in ("loop", "scan", "determinism")),
     *([name, f"--config={text}"] for name in ("loop", "startup") for text in ("nowhere.py", "", "raises.py")),
     *([name, f"--config.{text}"] for name in ("loop", "startup") for text in ("lr=1", "steps=x", "optim.lr=-1")),
-    *([name, word] for name in ("scan", "attention") for word in ("--config.steps=3", f"--config={DEBUG}")),
+    *([name, word] for name in ("scan", "attention", "state") for word in ("--config.steps=3", f"--config={DEBUG}")),
+    *(["state", word] for word in ("--kind=hed", "--kind=", "--shape=2x", "--kind=head")),  # the last: no GPU here
 ]
 LIST = [["extra"], [""], ["a", "b"], ["--nonsense"], [f"--config={DEBUG}"], ["--config.steps=3"], ["--workdir=w"]]
 PACK = [

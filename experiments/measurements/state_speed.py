@@ -1,0 +1,97 @@
+"""Linear attention in fused kernels on a GPU: what decays and the delta rule cost beside the plain kind."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from experiments.measurements import speed
+from experiments.measurements.speed import Contender, Setting
+from model import placement
+from model.errors import UserError, choose
+from model.ops.ssd import AMPERE
+
+HEADS, SIZE, DTYPE = 16, 128, "bfloat16"
+SHAPES = {"2x8192": (2, 8192), "1x65536": (1, 65_536)}  # rows x tokens
+KINDS = ("plain", "head", "channels", "delta", "gated delta")
+FIGURES = {
+    **{"forward_ms": "forward ms", "forward_ratio": "x plain", "gradient_ms": "with gradient ms"},
+    **{"gradient_ratio": "x plain", "temp_mib": "temporary MiB"},
+}
+
+
+def measure(kinds: Sequence[str], shapes: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
+    """A row per shape and kind; `plain` is always among them. All of them unless some are named."""
+    chosen = [choose("kind", kind, set(KINDS)) for kind in kinds] or list(KINDS)
+    chosen = list(dict.fromkeys(["plain", *chosen]))
+    sizes = [choose("shape", shape, SHAPES) for shape in shapes or SHAPES]
+    if placement.capability() < AMPERE:
+        needed = f"gpu from {AMPERE[0]}.{AMPERE[1]}"
+        raise UserError(f"bench state measures kernels for {needed}; this is the platform {placement.chip()}")
+    for batch, length in sizes:
+        setting = dict(batch=batch, length=length, heads=HEADS, size=SIZE, dtype=DTYPE)
+        rows = list(speed.measure([setting], partial(contenders, chosen), rounds))
+        plain = rows[0]
+        for row in rows:
+            if "error" not in row and "error" not in plain:
+                row |= {f"{name}_ratio": row[f"{name}_ms"] / plain[f"{name}_ms"] for name in ("forward", "gradient")}
+            yield row
+
+
+def contenders(kinds: Sequence[str], setting: Setting) -> dict[str, Callable[[], Contender]]:
+    return {kind: partial(enter, kind, setting) for kind in kinds}
+
+
+def enter(kind: str, setting: Setting) -> Contender:
+    arrays = inputs(kind, setting)
+    cotangent = jax.random.normal(jax.random.key(1), arrays["v"].shape, setting["dtype"])
+    return speed.compiled(partial(run, kind), cotangent, arrays)
+
+
+def run(kind: str, arrays: dict[str, jax.Array]) -> jax.Array:
+    """Outputs from an empty state."""
+    from model.ops import fused_channels, fused_delta, fused_state  # here: Pallas takes a second to load
+
+    q, k, v, a = (arrays.get(name) for name in ("q", "k", "v", "a"))
+    h0 = jnp.zeros((q.shape[0], *q.shape[2:], v.shape[-1]))
+    if "delta" in kind:
+        return fused_delta.fused_delta(q, k, v, arrays["beta"], a, h0, None, 64)[0]
+    if kind == "channels":
+        return fused_channels.fused_channels(q, k, v, a, h0, None, 64)[0]
+    return fused_state.fused_state(q, k, v, a, h0, None, 128)[0]
+
+
+def inputs(kind: str, setting: Setting) -> dict[str, jax.Array]:
+    """Random arrays, made on the device; decays as a gate makes them whose bias is 3."""
+    shape = tuple(setting[name] for name in ("batch", "length", "heads", "size"))
+    keys = jax.random.split(jax.random.key(0), 5)
+    q, k, v = (jax.random.normal(key, shape) for key in keys[:3])
+    made = dict(q=q * shape[-1] ** -0.5, k=k / jnp.linalg.norm(k, axis=-1, keepdims=True), v=v)
+    made = {name: leaf.astype(setting["dtype"]) for name, leaf in made.items()}
+    if kind not in ("plain", "delta"):
+        gates = jax.random.normal(keys[3], shape if kind == "channels" else shape[:3])
+        made["a"] = jax.nn.log_sigmoid(gates + 3)
+    if "delta" in kind:
+        made["beta"] = jax.nn.sigmoid(jax.random.normal(keys[4], shape[:3]))
+    return made
+
+
+def sentence(row: dict[str, Any]) -> str:
+    figures = row.get("error") or ", ".join(f"{figure(row, key)} {title}" for key, title in FIGURES.items())
+    return f"{row['batch']} x {row['length']}, {row['contender']}: {figures}"
+
+
+def figure(row: dict[str, Any], key: str) -> str:
+    return "failed" if key not in row else speed.figure(row, key)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a line per shape and kind."""
+    titles = ["batch", "length", "kind", *FIGURES.values()]
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    for row in rows:
+        named = [f"{row['batch']:,}", f"{row['length']:,}", row["contender"]]
+        lines.append("| " + " | ".join(named + [figure(row, key) for key in FIGURES]) + " |")
+    return "\n".join(lines) + "\n"

@@ -253,7 +253,11 @@ BENCH = [
     *([name, "--out=/proc/x"] for name in ("loop", "scan", "determinism")),
     *([name, f"--config={text}"] for name in ("loop", "startup") for text in ("nowhere.py", "", "raises.py")),
     *([name, f"--config.{text}"] for name in ("loop", "startup") for text in ("lr=1", "steps=x", "optim.lr=-1")),
-    *([name, word] for name in ("scan", "attention") for word in ("--config.steps=3", f"--config={DEBUG}")),
+    *([name, word] for name in ("scan", "attention", "scaling") for word in ("--config.steps=3", f"--config={DEBUG}")),
+    *(["scaling", f"--minutes={text}"] for text in ("0", "-1", "x", "")),
+    *(["scaling", f"--mixers={text}"] for text in ("", "mambo", "mamba,", "cross_attention")),
+    *(["scaling", f"--longest={text}"] for text in ("0", "1023", "x", "", HUGE)),
+    *(["scaling", f"--out={text}"] for text in ("empty", "notes.txt", "notes.txt/x", "")),
 ]
 LIST = [["extra"], [""], ["a", "b"], ["--nonsense"], [f"--config={DEBUG}"], ["--config.steps=3"], ["--workdir=w"]]
 PACK = [

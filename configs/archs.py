@@ -29,6 +29,9 @@ ARCHS = {
     "window": dict(mixers=("attention",), position="rope", attention=dict(window=64)),  # each token sees the last 64
     "mla": dict(mixers=("mla",), position="rope"),  # multi-head latent attention: a compressed key-value cache
     "fox": dict(mixers=("fox",)),  # softmax attention that forgets as tokens decide, in the place of positions
+    "linear": dict(mixers=("linear",)),  # linear attention: sums of keys and values in place of scores
+    # Based's attention: the exponential to its second order, of 16 channels
+    "taylor": dict(mixers=("linear",), linear=dict(feature="taylor")),
     "s4d": dict(mixers=("s4d",)),  # diagonal state space, the same at every token
     "s4": dict(mixers=("s4",)),  # state space with HiPPO's matrix, diagonal plus low rank
     "s5": dict(mixers=("s5",)),  # one diagonal state space for all channels
@@ -91,6 +94,8 @@ MLP_WIDTHS = {
     "window": (184, 352, 704, 1376),
     "fox": (184, 352, 704, 1376),
     "mla": (168, 384, 816, 1664),
+    "linear": (184, 352, 704, 1376),
+    "taylor": (184, 400, 832, 1680),
     "s4d": (184, 400, 832, 1680),
     "s4": (136, 352, 784, 1632),
     "s5": (184, 400, 832, 1680),

@@ -36,6 +36,12 @@ VARIANTS = {
     "b2s6": [{"blocks": 2, "state": 8}],
     "fox": [{"window": 4, "n_kv_heads": 2, "sinks": True}],
     "gru": [{"hidden": 12}],
+    "linear": [
+        {"feature": "identity"},
+        {"feature": "relu", "head_dim": 6},
+        {"feature": "squared", "n_heads": 2},
+        {"feature": "taylor", "key_dim": 5},
+    ],
     "lru": [{"window": 4}],
     "lstm": [{"hidden": 12}],
     "mamba": [{"norm": "learned", "dt_rank": 4}],

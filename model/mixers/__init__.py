@@ -6,6 +6,7 @@ from model.mixers.b2s6 import B2S6
 from model.mixers.cross_attention import CrossAttention
 from model.mixers.dss import DSS
 from model.mixers.fox import Fox
+from model.mixers.linear import Linear
 from model.mixers.lru import LRU
 from model.mixers.mamba import Mamba
 from model.mixers.mamba2 import Mamba2
@@ -25,6 +26,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "dss": DSS,
     "fox": Fox,
     "gru": GRU,
+    "linear": Linear,
     "lstm": LSTM,
     "lru": LRU,
     "mamba": Mamba,

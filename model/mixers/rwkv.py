@@ -13,8 +13,8 @@ from model.documents import neighbours
 from model.errors import UserError
 from model.layers import dense
 from model.ops.conv import conv_tail, shift
+from model.ops.decays import exponents
 from model.ops.scan import IMPLEMENTATIONS, linear_scan
-from model.ops.stretches import of_earlier, of_last, on_stretches
 
 Array = jax.Array
 EMPTY = -1e30  # the exponent of a sum that nothing has entered; finite, so that differences of exponents are numbers
@@ -82,24 +82,6 @@ def wkv_parallel(k, v, w, u, state, first, real, implementation):
     held_aa, held_bb = shift(h[..., 0], aa[:, None]), shift(h[..., 1], bb[:, None])
     y = weighted_average(held_aa, held_bb, jnp.where(first, EMPTY, before), k, v, u)
     return y, (last[..., 0], last[..., 1], end)
-
-
-def exponents(decay: Array, entering: Array, pp0: Array) -> tuple[Array, Array, Array]:
-    """`pp_t = max(pp_{t-1} + decay_t, entering_t)` before and after each token, `[B, L, E]`, and the last, `[B, E]`."""
-
-    def combine(one, two):
-        return one[0] + two[0], jnp.maximum(one[1] + two[0], two[1])
-
-    def stretch(tokens, pp0, names):
-        faded, top = lax.associative_scan(combine, tokens, axis=1)
-        empty = jnp.zeros_like(pp0), jnp.full_like(pp0, -jnp.inf)
-        _, start = combine((0, pp0), of_earlier(combine, (faded[:, -1], top[:, -1]), empty, names))
-        pp = jnp.maximum(top, faded + start[:, None])
-        before = jnp.concatenate([start[:, None], pp[:, :-1]], axis=1)
-        return (before, pp), of_last(pp[:, -1], names)
-
-    (before, pp), end = on_stretches(stretch, (decay, entering), pp0)
-    return before, pp, end
 
 
 # How the paper starts its vectors, for a layer half way up: of channel i in [0, 1).

@@ -1,8 +1,12 @@
-"""Log decays, added up over stretches of tokens without loss, and the states that chunks of tokens hand on."""
+"""Log decays, added up over stretches of tokens without loss, the running maxima that keep
+exponentials in range, and the states that chunks of tokens hand on.
+"""
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from model.ops.stretches import of_earlier, of_last, on_stretches
 
 Array = jax.Array
 
@@ -57,3 +61,21 @@ def carry(t: Array, v: Array, h0: Array) -> tuple[Array, Array]:
     first, last = carry(log_decay[..., -1, 0], own[:, :, -1], h0) if several else (h0[:, None], None)
     h = own + jnp.moveaxis(decay[..., 0], -1, 2)[..., None] * first[:, :, None]
     return h[:, :, :-1].reshape(B, -1, X, Y)[:, :M], last if several else h[:, 0, -1]
+
+
+def exponents(decay: Array, entering: Array, pp0: Array) -> tuple[Array, Array, Array]:
+    """`pp_t = max(pp_{t-1} + decay_t, entering_t)` before and after each token, `[B, L, E]`, and the last, `[B, E]`."""
+
+    def combine(one, two):
+        return one[0] + two[0], jnp.maximum(one[1] + two[0], two[1])
+
+    def stretch(tokens, pp0, names):
+        faded, top = lax.associative_scan(combine, tokens, axis=1)
+        empty = jnp.zeros_like(pp0), jnp.full_like(pp0, -jnp.inf)
+        _, start = combine((0, pp0), of_earlier(combine, (faded[:, -1], top[:, -1]), empty, names))
+        pp = jnp.maximum(top, faded + start[:, None])
+        before = jnp.concatenate([start[:, None], pp[:, :-1]], axis=1)
+        return (before, pp), of_last(pp[:, -1], names)
+
+    (before, pp), end = on_stretches(stretch, (decay, entering), pp0)
+    return before, pp, end

@@ -103,8 +103,13 @@ def sequential(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, ope
     return jnp.swapaxes(y, 0, 1).reshape(x.shape).astype(x.dtype), h.reshape(h0.shape)
 
 
-def chunked(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, opens: Array | None, chunk: int | None):
-    """Products within chunks; states carried from chunk to chunk and, where devices share the length, between these."""
+def chunked(
+    x: Array, dt: Array | None, a: Array, B: Array, C: Array, h0: Array, opens: Array | None, chunk: int | None
+):
+    """Products within chunks; states carried from chunk to chunk and, where devices share the length, between these.
+
+    dt multiplies x; None: it is 1.
+    """
     if stretches(x.shape[1]) == 1:
         return products(x, dt, a, B, C, h0, opens, chunk)
 
@@ -119,11 +124,13 @@ def chunked(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, opens:
 
 
 @partial(jax.checkpoint, static_argnums=7)
-def products(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, opens: Array | None, chunk: int | None):
+def products(
+    x: Array, dt: Array | None, a: Array, B: Array, C: Array, h0: Array, opens: Array | None, chunk: int | None
+):
     """Chunks and the states between them, on one device. Only the inputs are kept for the gradient."""
     shape, L, G, f = x.shape, x.shape[1], B.shape[2], a.dtype
     Q = min(chunk or 128, L)
-    u = (dt[..., None] * x).astype(x.dtype)
+    u = x if dt is None else (dt[..., None] * x).astype(x.dtype)
     # Filled up with a = 0, u = 0, which leaves a state as it was. Heads before tokens, as products want them.
     x, a, B, C = (in_chunks(leaf, Q) for leaf in (grouped(u, G), grouped(a, G), B, C))
     x, a = jnp.moveaxis(x, 2, 4), jnp.moveaxis(a, 2, 4)  # [B, M, G, R, Q, P] and [B, M, G, R, Q]

@@ -56,7 +56,10 @@ def meetings(Q: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def block_states(h: Array, k: Array, v: Array, w: Array) -> tuple[Array, Array]:
-    """The state after a chunk, and those that its blocks begin with, `[B, H, M, K, K]`; k, v, w: [B, H, M, Q, K]."""
+    """The state after a chunk, and those that its blocks begin with, `[B, H, M, K, V]`.
+
+    k, w: [B, H, M, Q, K]; v: [B, H, M, Q, V], with V for the channels of a value.
+    """
     # Every sum is added up by itself: differences of running sums would lose all else beside a FORGET.
     later = np.tri(w.shape[3], k=-1).T.astype(w.dtype)
     added = einsum("bhmjk,bhmjv->bhmkv", k * jnp.exp(einsum("ij,bhmjk->bhmik", later, w)), v)
@@ -69,7 +72,7 @@ def block_states(h: Array, k: Array, v: Array, w: Array) -> tuple[Array, Array]:
 
 
 def run_chunk(h: Array, tokens: tuple[Array, ...]) -> tuple[Array, Array]:
-    """The state after a chunk and its outputs; h: [B, H, K, K], tokens: r, k, v, w, each [B, H, M, Q, K]."""
+    """The state after a chunk and its outputs; h: [B, H, K, V], tokens: r, k, v, w."""
     r, k, v, w = tokens
     inside, meets = meetings(w.shape[3])
     *to_boundary, to_token = jnp.exp(einsum("nij,bhmjk->nbhmik", inside.astype(w.dtype), w))
@@ -97,8 +100,8 @@ def chunked(r: Array, k: Array, v: Array, w: Array, h0: Array) -> tuple[Array, A
 
 
 def chunks_in_turn(run: Callable, h0: Array, *tokens: Array) -> tuple[Array | None, Array]:
-    """Outputs `[B, L, H, K]`, if there are any, and the last state. The backward pass recomputes a chunk at a time."""
-    B, L, H, K = tokens[0].shape
+    """Outputs `[B, L, H, V]`, if there are any, and the last state. The backward pass recomputes a chunk at a time."""
+    B, L, H, _ = tokens[0].shape
     M = -(-min(L, CHUNK) // BLOCK)
 
     def chunks(x):  # a filled step has k = 0 and w = 0, which leaves the state as it was
@@ -106,7 +109,7 @@ def chunks_in_turn(run: Callable, h0: Array, *tokens: Array) -> tuple[Array | No
         return jnp.transpose(tiles, (1, 0, 4, 2, 3, 5))  # [n, B, H, M, Q, K]
 
     h, y = lax.scan(jax.checkpoint(run, prevent_cse=False), h0, tuple(map(chunks, tokens)))
-    return None if y is None else jnp.transpose(y, (1, 0, 3, 4, 2, 5)).reshape(B, -1, H, K)[:, :L], h
+    return None if y is None else jnp.transpose(y, (1, 0, 3, 4, 2, 5)).reshape(B, -1, H, y.shape[-1])[:, :L], h
 
 
 IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked}

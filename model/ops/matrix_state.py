@@ -1,0 +1,81 @@
+"""Additive linear attention: one recurrence of a matrix, as a loop and as matrix products.
+
+    h_t = keep_t diag(e^{w_t}) h_{t-1} + k_t v_t^T        y_t = q_t h_t
+
+It is linear attention (https://arxiv.org/abs/2006.16236) where nothing decays, and what came of it where a head does, or
+each of its channels. V stands for the channels of a value. A head that decays as one is Mamba-2's recurrence, and
+its products are those of `model.ops.ssd`; one whose channels decay by themselves is RWKV-6's but for the token at hand,
+and its products are those of `model.ops.wkv`. Neither holds a state for each token.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from model.errors import choose
+from model.ops import ssd, wkv
+from model.ops.decays import FORGET, STRONGEST
+
+Array = jax.Array
+
+
+def sequential(q: Array, k: Array, v: Array, w: Array, h0: Array, keep: Array | None) -> tuple[Array, Array]:
+    """One token after another: the definition."""
+    w = w[..., None] if w.ndim == 3 else w
+    if keep is not None:
+        w = jnp.where(keep[..., None, None], w, FORGET)
+
+    def step(h, token):
+        q, k, v, w = token
+        h = jnp.exp(w)[..., None] * h + k[..., None] * v[..., None, :]
+        return h, jnp.einsum("bhk,bhkv->bhv", q, h, precision=lax.Precision.HIGHEST)
+
+    tokens = (jnp.swapaxes(x, 0, 1).astype(h0.dtype) for x in (q, k, v, w))
+    h, y = lax.scan(step, h0, tuple(tokens))
+    return jnp.swapaxes(y, 0, 1).astype(v.dtype), h
+
+
+def chunked(q: Array, k: Array, v: Array, w: Array, h0: Array, keep: Array | None) -> tuple[Array, Array]:
+    """Products within chunks, and states carried from one to the next; the gradient keeps the inputs alone."""
+    if w.ndim == 3:
+        opens = None if keep is None else ~keep
+        y, h = ssd.chunked(v, None, w, k, q, jnp.swapaxes(h0, -1, -2), opens, None)
+        return y, jnp.swapaxes(h, -1, -2)
+    if keep is not None:
+        w = jnp.where(keep[..., None, None], w, FORGET)
+    # The state before a token has faded once more when it is read, and the token itself not yet.
+    q, k, u = (x.astype(h0.dtype) for x in (q, k, v))
+    y, h = wkv.chunked(q * jnp.exp(w), k, u, w, h0)
+    return (y + jnp.sum(q * k, axis=-1, keepdims=True) * u).astype(v.dtype), h
+
+
+IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked}
+
+
+def best(q: Array) -> str:
+    """The implementation for a call that names none."""
+    return "sequential" if q.shape[1] == 1 else "chunked"
+
+
+def matrix_state(
+    q: Array,
+    k: Array,
+    v: Array,
+    w: Array | None,
+    h0: Array,
+    keep: Array | None = None,
+    *,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    """Outputs `[B, L, H, V]` in v's dtype, and the last state `[B, H, K, V]`; a token reads itself too.
+
+    q, k: [B, L, H, K]; v: [B, L, H, V]; h0: [B, H, K, V], wide; keep: [B, L], false where the past is forgotten.
+    w: log decays, none positive, wide: of a head [B, L, H], of each of its channels [B, L, H, K], or None for none at
+    all. A step with k = 0 and w = 0 leaves the state as it was. q, k and v may be narrow.
+    """
+    run = choose("matrix_state implementation", implementation or best(q), IMPLEMENTATIONS)
+    w = jnp.zeros(k.shape[:3], h0.dtype) if w is None else w.astype(h0.dtype)
+    if w.ndim == 3:  # running sums of channels are not taken apart, and need no bound
+        w = jnp.maximum(w, STRONGEST)
+    keep = None if keep is None else keep.astype(bool)
+    return run(q.astype(v.dtype), k.astype(v.dtype), v, w, h0, keep)

@@ -5,6 +5,7 @@
     python -m experiments.bench attention time and memory of attention beside its peers
     python -m experiments.bench scan      the same of state spaces: scans, Mamba-2's products, long convolutions
     python -m experiments.bench determinism   whether a run has the same bits again, and when killed and resumed
+    python -m experiments.bench features  how far random features are from softmax, by their number
     python -m experiments.bench scaling   time and memory of a layer of every mixer, by length, in --minutes
 
 loop, startup and determinism take --config=FILE, which may be repeated (default: the quickstart's architectures; for
@@ -23,7 +24,16 @@ from typing import Annotated
 import jax
 from absl import flags
 
-from experiments.measurements import attention_speed, determinism, overhead, scaling, scan_speed, speed, startup
+from experiments.measurements import (
+    attention_speed,
+    determinism,
+    features,
+    overhead,
+    scaling,
+    scan_speed,
+    speed,
+    startup,
+)
 from experiments.running import folders
 from experiments.running.runs import read_value
 from experiments.tables import scaling as growth
@@ -80,6 +90,11 @@ def bench_determinism() -> Iterator[tuple[dict, str]]:
         yield row, determinism.sentence(row)
 
 
+def bench_features() -> Iterator[tuple[dict, str]]:
+    for row in features.measure():
+        yield row, features.sentence(row)
+
+
 def bench_scaling() -> Iterator[tuple[dict, str]]:
     size = scaling.SIZES[scaling.place()]
     names = asked_mixers()
@@ -129,16 +144,22 @@ BENCHES: dict[str, Callable[[], Iterator[tuple[dict, str]]]] = {
     "startup": bench_startup,
     **{name: partial(bench_contenders, name) for name in CONTESTS},
     "determinism": bench_determinism,
+    "features": bench_features,
     "scaling": bench_scaling,
 }
 MARKDOWN: dict[str, Callable[[list[dict]], str]] = {
     **{name: partial(speed.table, lead=contest.LEAD) for name, contest in CONTESTS.items()},
     "determinism": determinism.table,
+    "features": features.table,
     "scaling": growth.table,
 }
 PICTURES: dict[str, Callable[[list[dict], Path], None]] = {"scaling": growth.picture}
 # The flags of those that take no config.
-FLAGS = {**dict.fromkeys(CONTESTS, "--rounds and --out"), "scaling": "--minutes, --mixers, --longest and --out"}
+FLAGS = {
+    **dict.fromkeys(CONTESTS, "--rounds and --out"),
+    "features": "--out",
+    "scaling": "--minutes, --mixers, --longest and --out",
+}
 
 
 def main(argv: list[str]) -> int:

@@ -63,4 +63,5 @@ def test_figures_have_two_digits():
         return features.figure(dict(e=mean, e_spread=spread), "e")
 
     assert said(0.0123, 0.0042) == "0.012 ± 0.004" and said(1234.5, 300) == "1,234 ± 300"
+    assert said(0.25, 0.00042) == "0.2500 ± 0.0004" and said(1.8, 0.03) == "1.80 ± 0.03"
     assert said(27.2, 31.0) == "27 ± 31" and said(1.06, None) == "1.1" and said(0.0, 0.0) == "0 ± 0"

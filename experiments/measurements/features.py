@@ -17,7 +17,7 @@ from model.ops.features import directions, log_positive
 
 Row = dict[str, Any]
 
-CHANNELS, TOKENS, SEEDS = 64, 256, 10
+CHANNELS, TOKENS, SEEDS = 64, 128, 10
 SCALES = (0.25, 0.5, 0.75, 1.0)  # of normal queries and keys: scores have the square of it for a standard deviation
 COUNTS = (16, 64, 256, 1024)  # of features
 
@@ -96,10 +96,11 @@ def sentence(row: Row) -> str:
 
 
 def figure(row: Row, key: str) -> str:
-    """Mean and spread, to two digits of the mean."""
+    """Two digits of the mean, and at least one of the spread."""
     mean, spread = row[key], row[f"{key}_spread"]
-    digits = min(max(1 - math.floor(math.log10(mean)), 0), 4) if mean > 0 else 0
-    return f"{mean:,.{digits}f}" + ("" if spread is None else f" ± {spread:,.{digits}f}")
+    places = [digits - math.floor(math.log10(x)) for x, digits in ((mean, 1), (spread, 0)) if x]
+    decimals = min(max([0, *places]), 4)
+    return f"{mean:,.{decimals}f}" + ("" if spread is None else f" ± {spread:,.{decimals}f}")
 
 
 TABLES = {

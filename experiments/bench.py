@@ -6,11 +6,14 @@
     python -m experiments.bench scan      the same of state spaces: scans, Mamba-2's products, long convolutions
     python -m experiments.bench state     the same of linear attention's kernels on a GPU, each beside the plain one
     python -m experiments.bench determinism   whether a run has the same bits again, and when killed and resumed
+    python -m experiments.bench features  how far random features are from softmax, by their number
+    python -m experiments.bench scaling   time and memory of a layer of every mixer, by length, in --minutes
 
 loop, startup and determinism take --config=FILE, which may be repeated (default: the quickstart's architectures; for
 determinism five of width 128 in bfloat16), and --config.KEY=VALUE; all take --out=FILE, where rows go as JSON lines,
-and for the last four a table beside them, with the ending md. state takes --kind and --shape, which may be repeated.
-Where bits differ, the exit code is 1.
+and for all but the first two a table beside them, with the ending md; for scaling a picture too, with the ending png.
+state takes --kind and --shape, which may be repeated. Where bits differ, the exit code is 1. Call scaling again with
+the same --out to take it up where it stopped.
 """
 
 import json
@@ -23,14 +26,25 @@ from typing import Annotated
 import jax
 from absl import flags
 
-from experiments.measurements import attention_speed, determinism, overhead, scan_speed, speed, startup, state_speed
+from experiments.measurements import (
+    attention_speed,
+    determinism,
+    features,
+    overhead,
+    scaling,
+    scan_speed,
+    speed,
+    startup,
+    state_speed,
+)
 from experiments.running import folders
 from experiments.running.runs import read_value
+from experiments.tables import scaling as growth
 from experiments.tables.definitions import TABLES
 from model.errors import UserError, choose
-from model.settings import LARGEST, Count, Name, within
+from model.settings import LARGEST, LONGEST, Count, Name, Positive, within
 from train import cli
-from train.revision import revision
+from train.revision import revision, source_digest
 
 CONFIG = flags.DEFINE_multi_string("config", [], "Config file, with its argument if any; may be repeated.")
 STEPS = cli.flag("steps", Annotated[int, within(2, LARGEST)], 500, "loop: steps in a round.")
@@ -38,6 +52,14 @@ ROUNDS = cli.flag("rounds", Count, 3, "loop, attention, scan, state: times that 
 KIND = flags.DEFINE_multi_string("kind", [], "state: what decays; may be repeated (default: every kind).")
 SHAPE = flags.DEFINE_multi_string("shape", [], "state: rows x tokens; may be repeated (default: every shape).")
 KILLS = cli.flag("kills", Count, 3, "determinism: times that a run is killed, and then resumed.")
+MINUTES = cli.flag("minutes", Positive, 8.0, "scaling: time for all mixers together, compiling included.")
+ASKED = cli.flag("mixers", Name, None, "scaling: the mixers, with commas between them; default all.")
+LAST = cli.flag(
+    "longest",
+    Annotated[int, within(scaling.SHORTEST, LONGEST)],
+    None,
+    "scaling: tokens of the longest row; default 1,048,576, on a CPU 16,384.",
+)
 OUT = cli.flag("out", Name, None, "File for the measurements, a line of JSON each.")
 
 
@@ -78,6 +100,47 @@ def bench_determinism() -> Iterator[tuple[dict, str]]:
         yield row, determinism.sentence(row)
 
 
+def bench_features() -> Iterator[tuple[dict, str]]:
+    for row in features.measure():
+        yield row, features.sentence(row)
+
+
+def bench_scaling() -> Iterator[tuple[dict, str]]:
+    size = scaling.SIZES[scaling.place()]
+    names = asked_mixers()
+    room = scaling.room()
+    code = source_digest()
+
+    def measure(name: str, length: int) -> dict:
+        return scaling.measure(scaling.make(name, **size), length, room)
+
+    claimed = {name: scaling.claims(scaling.ALONE[name]) for name in names}
+    powers = {name: claim["claimed_time"] for name, claim in claimed.items()}
+    lengths, before = scaling.lengths(LAST.value), rows_before("scaling")
+    for row in scaling.survey(powers, lengths, measure, 60 * MINUTES.value, before):
+        yield {**size, "source": code, **claimed[row["mixer"]], **row}, scaling.sentence(row)
+
+
+def asked_mixers() -> list[str]:
+    names = [name.strip() for name in ASKED.value.split(",")] if ASKED.value else list(scaling.ALONE)
+    for name in names:
+        choose("mixer", name, scaling.ALONE)
+    return names
+
+
+def rows_before(name: str) -> list[dict]:
+    """Of a bench that goes on where it stopped: the rows in --out of the same code, device and sizes."""
+    if name != "scaling" or not OUT.value or not Path(OUT.value).exists():
+        return []
+    try:
+        found = [json.loads(line) for line in Path(OUT.value).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except ValueError as error:
+        raise UserError(f"{OUT.value} is not a file of rows, one JSON object per line: {error}") from error
+    here = {key: value for key, value in provenance().items() if key in ("device", "jax")}
+    setting = {"bench": name, "source": source_digest(), **here, **scaling.SIZES[scaling.place()]}
+    return scaling.kept([row for row in found if isinstance(row, dict)], setting)
+
+
 def specs() -> list[str]:
     """The configs asked for, or the quickstart's architectures on its first task."""
     table = TABLES["quickstart"].runs("small")
@@ -92,11 +155,23 @@ BENCHES: dict[str, Callable[[], Iterator[tuple[dict, str]]]] = {
     **{name: partial(bench_contenders, name) for name in CONTESTS},
     "state": bench_state,
     "determinism": bench_determinism,
+    "features": bench_features,
+    "scaling": bench_scaling,
 }
 MARKDOWN: dict[str, Callable[[list[dict]], str]] = {
     **{name: partial(speed.table, lead=contest.LEAD) for name, contest in CONTESTS.items()},
     "state": state_speed.table,
     "determinism": determinism.table,
+    "features": features.table,
+    "scaling": growth.table,
+}
+PICTURES: dict[str, Callable[[list[dict], Path], None]] = {"scaling": growth.picture}
+# The flags of those that take no config.
+FLAGS = {
+    **dict.fromkeys(CONTESTS, "--rounds and --out"),
+    "state": "--kind, --shape, --rounds and --out",
+    "features": "--out",
+    "scaling": "--minutes, --mixers, --longest and --out",
 }
 
 
@@ -110,12 +185,9 @@ def main(argv: list[str]) -> int:
         if out.is_dir():
             raise UserError(f"--out={out} is a folder; give a file, such as {out / 'rows.jsonl'}")
         folders.check_writable(out)
-    chosen = "--kind, --shape, " if argv[1] == "state" else ""
-    if argv[1] in (*CONTESTS, "state") and (CONFIG.value or cli.overrides()):
-        raise UserError(
-            f"bench {argv[1]} takes no config; allowed: --rounds and --out{', --kind, --shape' * (argv[1] == 'state')}"
-        )
-    rows = []
+    if argv[1] in FLAGS and (CONFIG.value or cli.overrides()):
+        raise UserError(f"bench {argv[1]} takes no config; allowed: {FLAGS[argv[1]]}")
+    rows = rows_before(argv[1])
     for row, text in bench():
         print(text, flush=True)
         rows.append({"bench": argv[1], **provenance(), **row})
@@ -123,6 +195,8 @@ def main(argv: list[str]) -> int:
             out.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
             if argv[1] in MARKDOWN:
                 out.with_suffix(".md").write_text(MARKDOWN[argv[1]](rows))
+    if out and rows and argv[1] in PICTURES:
+        PICTURES[argv[1]](rows, out.with_suffix(".png"))
     return int(not all(row.get("identical", True) for row in rows))
 
 

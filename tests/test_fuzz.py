@@ -242,6 +242,7 @@ REPORT = [
     *([ROWS, f"--{flag}=nonsense"] for flag in ("by", "across", "tune", "metric")),
     *([ROWS, word] for word in ("--metric=", "--across=", "--config.steps=3", "--nonsense", "--by=,")),
 ]
+NO_CONFIG = ("scan", "attention", "features", "scaling")
 BENCH = [
     [],
     ["lop"],
@@ -253,8 +254,12 @@ BENCH = [
     *([name, "--out=/proc/x"] for name in ("loop", "scan", "determinism")),
     *([name, f"--config={text}"] for name in ("loop", "startup") for text in ("nowhere.py", "", "raises.py")),
     *([name, f"--config.{text}"] for name in ("loop", "startup") for text in ("lr=1", "steps=x", "optim.lr=-1")),
-    *([name, word] for name in ("scan", "attention", "state") for word in ("--config.steps=3", f"--config={DEBUG}")),
     *(["state", word] for word in ("--kind=hed", "--kind=", "--shape=2x", "--kind=head")),  # the last: no GPU here
+    *([name, word] for name in NO_CONFIG for word in ("--config.steps=3", f"--config={DEBUG}")),
+    *(["scaling", f"--minutes={text}"] for text in ("0", "-1", "x", "")),
+    *(["scaling", f"--mixers={text}"] for text in ("", "mambo", "mamba,", "cross_attention")),
+    *(["scaling", f"--longest={text}"] for text in ("0", "1023", "x", "", HUGE)),
+    *(["scaling", f"--out={text}"] for text in ("empty", "notes.txt", "notes.txt/x", "")),
 ]
 LIST = [["extra"], [""], ["a", "b"], ["--nonsense"], [f"--config={DEBUG}"], ["--config.steps=3"], ["--workdir=w"]]
 PACK = [

@@ -37,19 +37,18 @@ VARIANTS = {
     "deltanet": [{"head_dim": 8, "conv": 2}],
     "dilated": [{"window": 3, "dilation": 2, "n_kv_heads": 2}],
     "fox": [{"window": 4, "n_kv_heads": 2, "sinks": True}],
+    "gated_deltanet": [{"head_dim": 8, "expand": 1}],
     "gla": [{"n_heads": 2, "key_dim": 5, "rank": 3}],
     "gru": [{"hidden": 12}],
+    "h3": [{"head_dim": 4, "state": 8, "shift": 3}],
     "hgrn2": [{"lower_bound": 0.7, "n_heads": 2}],
+    "kda": [{"head_dim": 8, "rank": 3}],
     "linear": [
         {"feature": "identity"},
         {"feature": "relu", "head_dim": 6},
         {"feature": "squared", "n_heads": 2},
         {"feature": "taylor", "key_dim": 5},
     ],
-    "gated_deltanet": [{"head_dim": 8, "expand": 1}],
-    "gru": [{"hidden": 12}],
-    "kda": [{"head_dim": 8, "rank": 3}],
-    "h3": [{"head_dim": 4, "state": 8, "shift": 3}],
     "local": [{"block": 10, "n_kv_heads": 1}],
     "lru": [{"window": 4}],
     "lstm": [{"hidden": 12}],
@@ -61,24 +60,27 @@ VARIANTS = {
         {"chunk": 5, "attend": "laplace", "qk_dim": 8, "ema": 3},
     ],
     "mla": [{"q_rank": 8}, {"n_heads": 3, "head_dim": 6, "v_dim": 10}],
-    "retention": [{"expand": 1, "n_heads": 2}],
     "moba": [{"block": 6, "top": 2, "n_kv_heads": 2}, {"block": 3, "top": 3}],
+    "retention": [{"expand": 1, "n_heads": 2}],
     "rglru": [{"inner": 24, "n_heads": 2}],
     "rwkv6": [{"head_dim": 8, "mix_rank": 3}],
     "s4": [{"window": 4}],
     "s4d": [{"A_init": "inv", "state": 8}, {"A_init": "legs", "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
 }
-REFERENCE = {"attention": "reference", "fox": "reference", "mega": "reference", "mla": "reference"}
-SPARSE = ("local", "dilated")  # patterns of attention
-REFERENCE = dict.fromkeys(("attention", "fox", "mla", *SPARSE), "reference")
-REFERENCE = {"attention": "reference", "fox": "reference", "mla": "reference", "moba": "reference"}
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
 WRITERS = [name for name in ALONE if not MIXERS[name].both_ways_only]  # that can be causal, and so write token by token
 # Those that differ from another by a setting or by how they choose what to see: where whole models are built, trained
 # or lowered, that other stands for them.
-KIN: dict[str, tuple[str, ...]] = {}
+KIN = {
+    "deltanet": ("gated_deltanet",),
+    "gla": ("hgrn2",),
+    "linear": ("performer", "cosformer"),
+    "local": ("dilated", "strided", "fixed", "block_sparse", "longformer", "bigbird"),
+    "s4d": ("dss",),
+    "lstm": ("gru", "rnn"),
+}
 FIRST_OF_KIN = [name for name in ALONE if name not in sum(KIN.values(), ())]
 # Every mixer that writes once, and every position once more.
 PAIRS = [(name, "none") for name in WRITERS] + [("attention", name) for name in POSITIONS if name != "none"]
@@ -147,8 +149,11 @@ def make(case, **options) -> Mixer:
 
 def reference(case) -> str:
     """The slow, obvious form; of a kernel cut to a window, which has no recurrence, that by transforms."""
-    cut = "window" in case[1] and not MIXERS[case[0]].softmax
-    return "convolution" if cut else REFERENCE.get(case[0], "sequential")
+    cls = MIXERS[case[0]]
+    if "window" in case[1] and not cls.softmax:
+        return "convolution"
+    forms = cls.__dataclass_fields__.get("implementation")
+    return "reference" if forms and "reference" in str(forms.type) else "sequential"
 
 
 def inputs(B: int, L: int, seed: int = 0, dtype=jnp.float32) -> jax.Array:

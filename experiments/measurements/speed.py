@@ -78,6 +78,13 @@ def compiled(run: Callable, cotangent: Any, *args: Any) -> Contender:
     )
 
 
+def compiled_bytes(step: jax.stages.Compiled) -> int:
+    """What a program needs at once: arguments, results less what is written over those, and all between them."""
+    found = step.memory_analysis()
+    results = found.output_size_in_bytes - found.alias_size_in_bytes
+    return found.argument_size_in_bytes + results + found.temp_size_in_bytes
+
+
 def compiled_torch(run: Callable, cotangent: Any, wanted: tuple, *args: Any) -> Contender:
     """The same of torch's tensors, `wanted` being those that a gradient is asked for."""
     torch = cuda_torch()

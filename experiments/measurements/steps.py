@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from data import pipeline
 from experiments.measurements.overhead import step_alone
+from experiments.measurements.speed import compiled_bytes
 from model.errors import UserError
 from model.settings import Name
 from train import cli
@@ -47,13 +48,6 @@ def measure(run: Run) -> dict[str, Any]:
         "memory_gb": (counted or needed) / GB,
         "compiled_gb": needed / GB,
     }
-
-
-def compiled_bytes(step: jax.stages.Compiled) -> int:
-    """What a program needs at once: arguments, results less what is written over those, and all between them."""
-    found = step.memory_analysis()
-    results = found.output_size_in_bytes - found.alias_size_in_bytes
-    return found.argument_size_in_bytes + results + found.temp_size_in_bytes
 
 
 def row(config: ConfigDict) -> dict[str, Any]:

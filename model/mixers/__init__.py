@@ -9,12 +9,12 @@ from model.mixers.dilated import Dilated
 from model.mixers.dss import DSS
 from model.mixers.fnet import FNet
 from model.mixers.fox import Fox
-from model.mixers.gla import GLA
-from model.mixers.hgrn2 import HGRN2
-from model.mixers.linear import Linear
 from model.mixers.gated_deltanet import GatedDeltaNet
-from model.mixers.kda import KDA
+from model.mixers.gla import GLA
 from model.mixers.h3 import H3
+from model.mixers.hgrn2 import HGRN2
+from model.mixers.kda import KDA
+from model.mixers.linear import Linear
 from model.mixers.linformer import Linformer
 from model.mixers.local import Local
 from model.mixers.lru import LRU
@@ -22,8 +22,8 @@ from model.mixers.mamba import Mamba
 from model.mixers.mamba2 import Mamba2
 from model.mixers.mega import Mega
 from model.mixers.mla import MLA
-from model.mixers.nystrom import Nystrom
 from model.mixers.moba import MoBA
+from model.mixers.nystrom import Nystrom
 from model.mixers.recurrent import GRU, LSTM, RNN
 from model.mixers.retention import Retention
 from model.mixers.rglru import RGLRU
@@ -42,25 +42,24 @@ MIXERS: dict[str, type[Mixer]] = {
     "dss": DSS,
     "fnet": FNet,
     "fox": Fox,
+    "gated_deltanet": GatedDeltaNet,
     "gla": GLA,
     "gru": GRU,
-    "hgrn2": HGRN2,
-    "linear": Linear,
-    "gated_deltanet": GatedDeltaNet,
-    "gru": GRU,
-    "kda": KDA,
     "h3": H3,
+    "hgrn2": HGRN2,
+    "kda": KDA,
+    "linear": Linear,
     "linformer": Linformer,
     "local": Local,
-    "lstm": LSTM,
     "lru": LRU,
+    "lstm": LSTM,
     "mamba": Mamba,
     "mamba2": Mamba2,
     "mega": Mega,
     "mla": MLA,
-    "retention": Retention,
-    "nystrom": Nystrom,
     "moba": MoBA,
+    "nystrom": Nystrom,
+    "retention": Retention,
     "rglru": RGLRU,
     "rnn": RNN,
     "rwkv": RWKV,

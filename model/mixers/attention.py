@@ -42,6 +42,7 @@ class Attention(Mixer):
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the attention op; None picks
 
     softmax: ClassVar[bool] = True
+    work: ClassVar[float | None] = 2
     groups: ClassVar[dict[str, str]] = {"sinks": "no_decay"}
 
     @property

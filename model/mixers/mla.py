@@ -37,6 +37,7 @@ class MLA(Mixer):
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the attention op; None picks
 
     softmax: ClassVar[bool] = True
+    work: ClassVar[float | None] = 2
 
     @property
     def dims(self) -> tuple[int, int, int]:

@@ -1,0 +1,67 @@
+"""Random features against softmax: estimates without bias, errors that fall with features and rise with norms."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from experiments import bench
+from experiments.measurements import features
+from train import cli
+
+RANDOM = [kind for kind in features.KINDS if kind != "all keys alike"]
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_estimates_are_without_bias(kind):
+    """The mean over many draws, in few channels, is the kernel by its definition."""
+    rng = np.random.default_rng(0)
+    q, k = (0.5 * rng.normal(size=(6, 4)) for _ in range(2))
+    truth = np.asarray([[np.exp(sum(a * b for a, b in zip(x, y, strict=True)) / 4**0.5) for y in k] for x in q])
+    kernel, draw = features.KINDS[kind]
+    found = np.mean([kernel(q, k, 1024, draw, seed) for seed in range(50)], axis=0)
+    np.testing.assert_allclose(found, truth, rtol=0.05)
+    assert kernel(q, k, 16, draw, 1).shape == (6, 6)
+
+
+def test_attention_is_that_of_a_softmax():
+    rng = np.random.default_rng(0)
+    scores, v = rng.normal(size=(5, 7)), rng.normal(size=(7, 3))
+    shares = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    np.testing.assert_allclose(features.attended(np.exp(scores), v), shares @ v)
+    np.testing.assert_allclose(features.attended(np.ones((5, 7)), v), np.tile(v.mean(0), (5, 1)))
+    assert features.relative(2 * v, v) == pytest.approx(1)
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_errors_fall_with_features_and_rise_with_norms(kind):
+    def error(F, scale):
+        return np.mean([features.errors(kind, F, scale, seed) for seed in range(3)], axis=0)
+
+    assert (error(256, 0.25) < 0.7 * error(16, 0.25)).all()
+    assert (error(64, 0.25) < 0.5 * error(64, 0.75)).all()
+
+
+def test_the_command_writes_rows_and_tables(tmp_path, monkeypatch, capsys):
+    out = tmp_path / "features.jsonl"
+    monkeypatch.setattr(features, "COUNTS", (16, 64))
+    monkeypatch.setattr(features, "SCALES", (0.25,))
+    monkeypatch.setattr(features, "TOKENS", 32)
+    monkeypatch.setattr(cli, "overrides", list)
+    for flag, value in dict(CONFIG=[], OUT=str(out)).items():
+        monkeypatch.setattr(bench, flag, SimpleNamespace(value=value))
+    assert bench.main(["bench", "features"]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 2 * len(features.KINDS) == capsys.readouterr().out.count("of the kernel")
+    assert out.with_suffix(".md").read_text() == features.table(rows)
+
+
+@pytest.mark.quick
+def test_figures_have_two_digits():
+    def said(mean, spread):
+        return features.figure(dict(e=mean, e_spread=spread), "e")
+
+    assert said(0.0123, 0.0042) == "0.012 ± 0.004" and said(1234.5, 300) == "1,234 ± 300"
+    assert said(0.25, 0.00042) == "0.2500 ± 0.0004" and said(1.8, 0.03) == "1.80 ± 0.03"
+    assert said(27.2, 31.0) == "27 ± 31" and said(1.06, None) == "1.1" and said(0.0, 0.0) == "0 ± 0"

@@ -35,6 +35,9 @@ ARCHS = {
     "retention": dict(mixers=("retention",)),  # RetNet: linear attention whose heads fade at fixed rates
     "gla": dict(mixers=("gla",)),  # gated linear attention: channels fade as tokens decide
     "hgrn2": dict(mixers=("hgrn2",)),  # the same with forget gates for keys
+    "mlstm": dict(mixers=("mlstm",)),  # xLSTM's matrix memory: exponential input gates
+    "performer": dict(mixers=("performer",)),  # softmax's kernel by random features
+    "cosformer": dict(mixers=("cosformer",)),  # linear attention weighted by the cosine of the distance
     "s4d": dict(mixers=("s4d",)),  # diagonal state space, the same at every token
     "s4": dict(mixers=("s4",)),  # state space with HiPPO's matrix, diagonal plus low rank
     "s5": dict(mixers=("s5",)),  # one diagonal state space for all channels
@@ -102,6 +105,9 @@ MLP_WIDTHS = {
     "retention": (96, 176, 368, 688),
     "gla": (176, 336, 688, 1360),
     "hgrn2": (184, 352, 704, 1376),
+    "mlstm": (184, 352, 704, 1376),
+    "performer": (184, 352, 704, 1376),
+    "cosformer": (184, 352, 704, 1376),
     "s4d": (184, 400, 832, 1680),
     "s4": (136, 352, 784, 1632),
     "s5": (184, 400, 832, 1680),

@@ -3,6 +3,7 @@
 from model.contract import Mixer
 from model.mixers.attention import Attention
 from model.mixers.b2s6 import B2S6
+from model.mixers.cosformer import Cosformer
 from model.mixers.cross_attention import CrossAttention
 from model.mixers.dss import DSS
 from model.mixers.fox import Fox
@@ -13,6 +14,8 @@ from model.mixers.lru import LRU
 from model.mixers.mamba import Mamba
 from model.mixers.mamba2 import Mamba2
 from model.mixers.mla import MLA
+from model.mixers.mlstm import MLSTM
+from model.mixers.performer import Performer
 from model.mixers.recurrent import GRU, LSTM, RNN
 from model.mixers.retention import Retention
 from model.mixers.rglru import RGLRU
@@ -25,6 +28,7 @@ from model.mixers.s5 import S5
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
     "b2s6": B2S6,
+    "cosformer": Cosformer,
     "cross_attention": CrossAttention,
     "dss": DSS,
     "fox": Fox,
@@ -37,6 +41,8 @@ MIXERS: dict[str, type[Mixer]] = {
     "mamba": Mamba,
     "mamba2": Mamba2,
     "mla": MLA,
+    "mlstm": MLSTM,
+    "performer": Performer,
     "retention": Retention,
     "rglru": RGLRU,
     "rnn": RNN,

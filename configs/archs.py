@@ -47,6 +47,9 @@ ARCHS = {
     ),
     "nystrom": dict(mixers=("nystrom",), causal=False, position="sinusoidal"),  # attention by way of 64 landmarks
     "moba": dict(mixers=("moba",), position="rope"),  # softmax attention to the blocks that each query chooses
+    "mlstm": dict(mixers=("mlstm",)),  # xLSTM's matrix memory: exponential input gates
+    "performer": dict(mixers=("performer",)),  # softmax's kernel by random features
+    "cosformer": dict(mixers=("cosformer",)),  # linear attention weighted by the cosine of the distance
     "s4d": dict(mixers=("s4d",)),  # diagonal state space, the same at every token
     "s4": dict(mixers=("s4",)),  # state space with HiPPO's matrix, diagonal plus low rank
     "s5": dict(mixers=("s5",)),  # one diagonal state space for all channels
@@ -128,6 +131,9 @@ MLP_WIDTHS = {
     "nystrom": (184, 352, 704, 1376),
     "linformer": (96, 312, 680, 1368),
     "moba": (184, 352, 704, 1376),
+    "mlstm": (184, 352, 704, 1376),
+    "performer": (184, 352, 704, 1376),
+    "cosformer": (184, 352, 704, 1376),
     "s4d": (184, 400, 832, 1680),
     "s4": (136, 352, 784, 1632),
     "s5": (184, 400, 832, 1680),

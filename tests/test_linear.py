@@ -7,7 +7,7 @@ import pytest
 from model.contract import Context
 from model.errors import UserError
 from model.mixers import MIXERS
-from model.ops.features import FEATURES
+from model.ops.features import FEATURES, directions
 from tests import zoo
 
 L = 20
@@ -129,7 +129,56 @@ def test_hgrn2_is_its_papers_recurrence(bound):
     close(MIXERS["hgrn2"](width=zoo.WIDTH, lower_bound=bound), definition)
 
 
-@pytest.mark.parametrize("name", ["retention", "gla", "hgrn2"])
+def memory(p, x, bias, cap, log_forget):
+    """The mLSTM's recurrence by its paper, m and all, of each head: outputs `[H, L, V]`."""
+    q, k, v, o = heads(p, x, "q", "k", "v", "o")
+    i, f = (x @ p[name]["kernel"] + p[f"{name}_bias"] + shift for name, shift in (("i", bias), ("f", 0)))
+    i, f = (gate if cap is None else cap * np.tanh(gate / cap) for gate in (i, f))
+    H, _, K = q.shape
+    y = np.zeros(v.shape)
+    for h in range(H):
+        C, n, m = np.zeros((K, v.shape[-1])), np.zeros(K), -np.inf
+        for t in range(len(x)):
+            faded = log_forget(f[t, h]) + m
+            m = max(faded, i[t, h])
+            kept, taken = np.exp(faded - m), np.exp(i[t, h] - m)
+            C = kept * C + taken * np.outer(k[h, t], v[h, t])
+            n = kept * n + taken * k[h, t]
+            read = q[h, t] / np.sqrt(K)
+            y[h, t] = read @ C / max(abs(read @ n), np.exp(-m))
+    return layer_norm(y, p["norm"]["scale"], np.zeros_like(p["norm"]["scale"]), 1e-6) * sigmoid(o)
+
+
+@pytest.mark.parametrize(
+    ("bias", "cap", "forget"), [(0, 15.0, "sigmoid"), (300, None, "sigmoid"), (1, None, "exp")], ids=str
+)
+def test_mlstm_is_its_papers_recurrence(bias, cap, forget):
+    """Also where input gates are e^300, which float32 does not hold."""
+    log_forget = {"sigmoid": lambda x: -np.log1p(np.exp(-x)), "exp": lambda x: x}[forget]
+    mixer, x = MIXERS["mlstm"](width=zoo.WIDTH, gate_cap=cap, forget=forget), zoo.inputs(2, L)
+    params = jax.device_get(zoo.params(mixer))["params"]
+    loud = {"params": params | {"i_bias": params["i_bias"] + np.float32(bias)}}
+    y, _ = zoo.apply(mixer)(loud, x, Context())
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
+    for row in range(2):
+        out = memory(wide, np.asarray(x[row], np.float64), bias, cap, log_forget)
+        assert zoo.far(y[row], np.einsum("hlv,hvd->ld", out, wide["out"]["kernel"])) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["mlstm", "performer"])
+def test_padding_of_any_size_has_no_gradient(name):
+    """Exponentials of what stands there may be no numbers."""
+    options = dict(gate_cap=None) if name == "mlstm" else {}
+    segments = np.asarray([[0, 1, 1, 0, 1, 2, 2, 0]])
+    x = np.asarray(zoo.inputs(1, 8)) * np.where(segments > 0, 1, 1e4)[..., None]
+    for causal in [True] if name == "mlstm" else [True, False]:
+        mixer = MIXERS[name](width=zoo.WIDTH, causal=causal, **options)
+        weight = np.where(segments > 0, 1, 0)[..., None] * np.ones(zoo.WIDTH)
+        pull, _ = zoo.run(mixer, x, weight, zoo.context(segments))
+        assert np.isfinite(pull).all() and (pull[segments == 0] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["retention", "gla", "hgrn2", "mlstm"])
 def test_what_fades_runs_forward_only(name):
     with pytest.raises(UserError, match=f"{name} runs forward only; set model.causal=True"):
         zoo.shapes(MIXERS[name](width=16, causal=False))
@@ -156,3 +205,41 @@ def test_no_state_is_carried_both_ways():
 def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(UserError, match=r"model.linear.n_heads 3 does not divide the width 16; closest that does: 2"):
         zoo.shapes(MIXERS["linear"](width=16, n_heads=3))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_cosformer_is_weighted_by_the_cosine_of_the_distance(causal):
+    longest = 15  # past which positions are as one
+
+    def definition(p, x):
+        def score(h, i, j, q, k):
+            angle = np.pi / 2 * (min(i, longest) - min(j, longest)) / longest
+            return KERNELS["relu"](q, k) * np.cos(angle)
+
+        return pairs(score, *heads(p, x, "q", "k", "v"), causal)
+
+    close(MIXERS["cosformer"](width=zoo.WIDTH, longest=longest, causal=causal), definition)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
+def test_performer_is_the_mean_over_its_directions(causal):
+    mixer = MIXERS["performer"](width=zoo.WIDTH, n_features=9, seed=3, causal=causal)
+    random = directions(3, 9, zoo.WIDTH // mixer.n_heads)
+
+    def score(h, i, j, q, k):
+        q, k = (x / len(x) ** 0.25 for x in (q, k))
+        return np.mean(np.exp(random @ (q + k) - (q @ q + k @ k) / 2))
+
+    close(mixer, lambda p, x: pairs(score, *heads(p, x, "q", "k", "v"), causal))
+
+
+def test_performers_features_may_be_of_any_size():
+    """Keys twenty times as large, whose features are far from 1: still an average of values."""
+    mixer, x = MIXERS["performer"](width=zoo.WIDTH), zoo.inputs(2, L)
+    params = jax.device_get(zoo.params(mixer))["params"]
+    loud = {"params": params | {"k": {"kernel": 20 * params["k"]["kernel"]}}}
+    (_, pull), y = zoo.gradient(mixer)(loud, x, Context(), np.ones(x.shape, np.float32))
+    values = np.einsum("bld,dhk->blhk", x, loud["params"]["v"]["kernel"])
+    first = np.einsum("bhk,hkd->bd", values[:, 0], loud["params"]["out"]["kernel"])
+    np.testing.assert_allclose(y[:, 0], first, atol=1e-5)
+    assert np.isfinite(y).all() and np.isfinite(pull).all()

@@ -3,6 +3,7 @@
 from model.contract import Mixer
 from model.mixers.attention import Attention
 from model.mixers.b2s6 import B2S6
+from model.mixers.cosformer import Cosformer
 from model.mixers.cross_attention import CrossAttention
 from model.mixers.deltanet import DeltaNet
 from model.mixers.dilated import Dilated
@@ -24,6 +25,8 @@ from model.mixers.mega import Mega
 from model.mixers.mla import MLA
 from model.mixers.moba import MoBA
 from model.mixers.nystrom import Nystrom
+from model.mixers.mlstm import MLSTM
+from model.mixers.performer import Performer
 from model.mixers.recurrent import GRU, LSTM, RNN
 from model.mixers.retention import Retention
 from model.mixers.rglru import RGLRU
@@ -36,6 +39,7 @@ from model.mixers.s5 import S5
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
     "b2s6": B2S6,
+    "cosformer": Cosformer,
     "cross_attention": CrossAttention,
     "deltanet": DeltaNet,
     "dilated": Dilated,
@@ -59,6 +63,8 @@ MIXERS: dict[str, type[Mixer]] = {
     "mla": MLA,
     "moba": MoBA,
     "nystrom": Nystrom,
+    "mlstm": MLSTM,
+    "performer": Performer,
     "retention": Retention,
     "rglru": RGLRU,
     "rnn": RNN,

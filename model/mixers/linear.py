@@ -38,9 +38,25 @@ def with_ones(v: Array) -> Array:
     return jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
 def averaged(sums: Array, least: float = LEAST) -> Array:
     """The average of values whose sum, and that of their weights as the last channel, are given wide."""
     return sums[..., :-1] / jnp.maximum(sums[..., -1:], least)
+
+
+def averaged_forward(sums, least):
+    return averaged(sums, least), sums
+
+
+def averaged_backward(least, sums, g):
+    """By the average itself: the square of a small sum of weights would lose digits, or be no number."""
+    weights = sums[..., -1:]
+    g = g / jnp.maximum(weights, least)
+    pull = -jnp.sum(g * averaged(sums, least), axis=-1, keepdims=True)
+    return (jnp.concatenate([g, jnp.where(weights > least, pull, 0)], axis=-1),)
+
+
+averaged.defvjp(averaged_forward, averaged_backward)
 
 
 def both_ways(q: Array, k: Array, v: Array, ctx: Context, implementation: str | None) -> Array:

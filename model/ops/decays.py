@@ -79,3 +79,21 @@ def exponents(decay: Array, entering: Array, pp0: Array) -> tuple[Array, Array, 
 
     (before, pp), end = on_stretches(stretch, (decay, entering), pp0)
     return before, pp, end
+
+
+def stabilised(
+    log_f: Array, log_i: Array, m0: Array, real: Array | None, keep: Array | None
+) -> tuple[Array, Array, Array]:
+    """Log decays of sums kept as multiples of `e^m`, that m after each token, each `[B, L, H]`, and the last, `[B, H]`.
+
+    `m_t = max(log_f_t + m_{t-1}, log_i_t)`: what is kept of the past and what a token adds, times `e^-m`, then exceed 1
+    neither of them. Any m would do that keeps both in range, so no gradient runs through it. real, keep: [B, L], which
+    tokens count and where the past is kept; None: all.
+    """
+    if real is not None:
+        real, keep = real[..., None], keep[..., None]
+        log_f, log_i = jnp.where(real, log_f, 0), jnp.where(real, log_i, -jnp.inf)
+    faded = log_f if keep is None else jnp.where(keep, log_f, -jnp.inf)
+    before, m, last = exponents(*lax.stop_gradient((faded, log_i, m0)))
+    w = log_f + before - m
+    return w if keep is None else jnp.where(keep, w, 0), m, last

@@ -38,6 +38,8 @@ ARCHS = {
         mixers=("linformer",), causal=False, position="sinusoidal", linformer=dict(rank=16, longest=1024)
     ),
     "nystrom": dict(mixers=("nystrom",), causal=False, position="sinusoidal"),  # attention by way of 64 landmarks
+    # Synthesizer: each token scores positions, of up to 512, and looks at no other token to do so
+    "synthesizer": dict(mixers=("synthesizer",), position="sinusoidal", synthesizer=dict(longest=512)),
     "s4d": dict(mixers=("s4d",)),  # diagonal state space, the same at every token
     "s4": dict(mixers=("s4",)),  # state space with HiPPO's matrix, diagonal plus low rank
     "s5": dict(mixers=("s5",)),  # one diagonal state space for all channels
@@ -102,6 +104,7 @@ MLP_WIDTHS = {
     "mla": (168, 384, 816, 1664),
     "fnet": (272, 520, 1048, 2056),
     "nystrom": (184, 352, 704, 1376),
+    "synthesizer": (32, 224, 616, 1376),
     "linformer": (96, 312, 680, 1368),
     "s4d": (184, 400, 832, 1680),
     "s4": (136, 352, 784, 1632),

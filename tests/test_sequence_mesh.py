@@ -130,7 +130,8 @@ def test_sharing_the_length_changes_nothing(op, sizes):
 
 
 # What holds each token's past in a state, or reads it by a convolution, and can be taken apart.
-WHOLE = ("rnn", "lstm", "gru", "linformer")  # one token after another, or weights for every token of the longest row
+# One token after another, or weights for every token of the longest row.
+WHOLE = ("rnn", "lstm", "gru", "linformer", "synthesizer")
 APART = [case for case in zoo.ALONE if not MIXERS[case].softmax and case not in WHOLE]
 STRETCH = 2048
 LITTLE = {"fnet": 1.5}  # it keeps nothing but the numbers that devices exchange, and so these are seen

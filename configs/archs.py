@@ -50,6 +50,8 @@ ARCHS = {
     "mlstm": dict(mixers=("mlstm",)),  # xLSTM's matrix memory: exponential input gates
     "performer": dict(mixers=("performer",)),  # softmax's kernel by random features
     "cosformer": dict(mixers=("cosformer",)),  # linear attention weighted by the cosine of the distance
+    # Synthesizer: each token scores positions, of up to 512, and looks at no other token to do so
+    "synthesizer": dict(mixers=("synthesizer",), position="sinusoidal", synthesizer=dict(longest=512)),
     "s4d": dict(mixers=("s4d",)),  # diagonal state space, the same at every token
     "s4": dict(mixers=("s4",)),  # state space with HiPPO's matrix, diagonal plus low rank
     "s5": dict(mixers=("s5",)),  # one diagonal state space for all channels
@@ -129,6 +131,7 @@ MLP_WIDTHS = {
     "hgrn2": (184, 352, 704, 1376),
     "fnet": (272, 520, 1048, 2056),
     "nystrom": (184, 352, 704, 1376),
+    "synthesizer": (32, 224, 616, 1376),
     "linformer": (96, 312, 680, 1368),
     "moba": (184, 352, 704, 1376),
     "mlstm": (184, 352, 704, 1376),

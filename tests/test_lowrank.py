@@ -112,3 +112,31 @@ def test_nystrom_is_its_papers_definition(landmarks, conv):
         return joined(p, y)
 
     alone("nystrom", definition, landmarks=landmarks, conv=conv)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", ["dense", "random", "factorized"])
+def test_synthesizer_is_its_papers_definition(kind, causal):
+    def definition(p, x):
+        v = np.einsum("ld,dhk->hlk", x, p["v"]["kernel"])
+        y = np.zeros(v.shape)
+        for h in range(len(v)):
+            for i in range(len(x)):
+                scores = np.empty(i + 1 if causal else len(x))
+                for j in range(len(scores)):
+                    if kind == "dense":
+                        hidden = np.maximum(x[i] @ p["W1"]["kernel"][:, h] + p["W1"]["bias"][h], 0)
+                        scores[j] = hidden @ p["W2"][j, h]
+                    else:
+                        scores[j] = p["R"][h, i, j] if kind == "random" else p["R1"][i, h] @ p["R2"][j, h]
+                y[h, i] = softmax(scores) @ v[h, : len(scores)]
+        return joined(p, y)
+
+    alone("synthesizer", definition, kind=kind, longest=20, causal=causal)
+
+
+def test_what_a_synthesizer_cannot_do_is_refused():
+    mixer = zoo.make(("synthesizer", dict(longest=8), "none"))
+    for ask in (lambda: mixer.init(jax.random.key(0), zoo.inputs(1, 9), Context()), lambda: mixer.init_state(1, 9)):
+        with pytest.raises(UserError, match=r"length 9 is past the longest .* 'synthesizer' .* closest: .*longest=9"):
+            ask()

@@ -70,6 +70,14 @@ VARIANTS = {
     "s4": [{"window": 4}],
     "s4d": [{"A_init": "inv", "state": 8}, {"A_init": "legs", "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
+    "synthesizer": [{"kind": "random", "longest": 100}, {"kind": "factorized", "longest": 100, "rank": 3}],
+}
+REFERENCE = {
+    "attention": "reference",
+    "fnet": "reference",
+    "fox": "reference",
+    "mla": "reference",
+    "synthesizer": "reference",
 }
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]

@@ -42,13 +42,17 @@ VARIANTS = {
     "mamba2": [{"head_dim": 4, "n_groups": 2, "state": 8}],
     "mla": [{"q_rank": 8}, {"n_heads": 3, "head_dim": 6, "v_dim": 10}],
     "moba": [{"block": 6, "top": 2, "n_kv_heads": 2}, {"block": 3, "top": 3}],
+    "nsa": [
+        {"length": 2, "stride": 2, "block": 4, "top": 4, "sliding": 3, "n_kv_heads": 1},
+        {"length": 4, "stride": 2, "block": 6, "top": 4, "sliding": 3, "n_kv_heads": 2},
+    ],
     "rglru": [{"inner": 24, "n_heads": 2}],
     "rwkv6": [{"head_dim": 8, "mix_rank": 3}],
     "s4": [{"window": 4}],
     "s4d": [{"A_init": "inv", "state": 8}, {"A_init": "legs", "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
 }
-REFERENCE = {"attention": "reference", "fox": "reference", "mla": "reference", "moba": "reference"}
+REFERENCE = {"attention": "reference", "fox": "reference", "mla": "reference", "moba": "reference", "nsa": "reference"}
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
 # Every mixer once, and every position once more.

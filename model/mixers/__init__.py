@@ -11,6 +11,7 @@ from model.mixers.mamba import Mamba
 from model.mixers.mamba2 import Mamba2
 from model.mixers.mla import MLA
 from model.mixers.moba import MoBA
+from model.mixers.nsa import NSA
 from model.mixers.recurrent import GRU, LSTM, RNN
 from model.mixers.rglru import RGLRU
 from model.mixers.rwkv import RWKV
@@ -32,6 +33,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "mamba2": Mamba2,
     "mla": MLA,
     "moba": MoBA,
+    "nsa": NSA,
     "rglru": RGLRU,
     "rnn": RNN,
     "rwkv": RWKV,

@@ -52,6 +52,8 @@ ARCHS = {
     "cosformer": dict(mixers=("cosformer",)),  # linear attention weighted by the cosine of the distance
     # Synthesizer: each token scores positions, of up to 512, and looks at no other token to do so
     "synthesizer": dict(mixers=("synthesizer",), position="sinusoidal", synthesizer=dict(longest=512)),
+    # native sparse attention: compressed keys, the blocks they point to, and a window; all heads choose together
+    "nsa": dict(mixers=("nsa",), position="rope", nsa=dict(n_kv_heads=1)),
     "s4d": dict(mixers=("s4d",)),  # diagonal state space, the same at every token
     "s4": dict(mixers=("s4",)),  # state space with HiPPO's matrix, diagonal plus low rank
     "s5": dict(mixers=("s5",)),  # one diagonal state space for all channels
@@ -137,6 +139,7 @@ MLP_WIDTHS = {
     "mlstm": (184, 352, 704, 1376),
     "performer": (184, 352, 704, 1376),
     "cosformer": (184, 352, 704, 1376),
+    "nsa": (96, 184, 384, 744),
     "s4d": (184, 400, 832, 1680),
     "s4": (136, 352, 784, 1632),
     "s5": (184, 400, 832, 1680),

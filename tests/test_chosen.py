@@ -54,7 +54,76 @@ def test_moba_is_the_papers(block, top, groups):
     np.testing.assert_allclose(y, out(params, heads), atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["moba"])
+NSA = [
+    dict(length=4, stride=2, block=4, top=3, sliding=3, n_kv_heads=2),
+    dict(length=3, stride=3, block=6, top=4, sliding=5, n_kv_heads=4),
+    dict(length=4, stride=1, block=5, top=3, sliding=1, n_kv_heads=1),
+]
+
+
+@pytest.mark.parametrize("settings", NSA, ids=str)
+def test_nsa_is_the_papers(settings):
+    l, d, block, top, w, G = (settings[k] for k in ("length", "stride", "block", "top", "sliding", "n_kv_heads"))
+    with jax.enable_x64(True):
+        params, x, y = made("nsa", **settings)
+    q = projected(params, "q", x)
+    K, R = q.shape[-1], H // G
+    gate = 1 / (1 + np.exp(-np.einsum("ld,dhb->lhb", x, params["gate"]["kernel"]) - params["gate"]["bias"]))
+
+    def compressed(name, tokens):
+        hidden = np.einsum("jk,jki->i", tokens + params[f"{name}_embed"], params[f"{name}_hidden"]["kernel"])
+        return (hidden / (1 + np.exp(-hidden))) @ params[f"{name}_made"]["kernel"]
+
+    def look(query, keys, values):
+        weights = softmax(np.array([query @ key for key in keys]) / np.sqrt(K))
+        return sum(p * value for p, value in zip(weights, values, strict=True)), weights
+
+    k, v = ({n: projected(params, f"{kind}_{n}", x) for n in ("compressed", "chosen", "near")} for kind in "kv")
+    heads = np.zeros_like(q)
+    for t in range(L):
+        for g in range(G):
+            starts = range(0, t - l + 2, d)  # of windows that end at t or before
+            short = [
+                [compressed(kind, one["compressed"][i : i + l, g]) for i in starts]
+                for kind, one in (("k", k), ("v", v))
+            ]
+            own, score = t // block, np.zeros(t // block + 1)
+            for h in range(g * R, (g + 1) * R):
+                if starts:
+                    heads[t, h], p = look(q[t, h], *short)
+                    heads[t, h] *= gate[t, h, 0]
+                    for j in range(own + 1):
+                        for m in range(block // d):  # stretches of the block, and the windows that cover each
+                            for n in range(l // d):
+                                i = block // d * j + m - n
+                                score[j] += p[i] if 0 <= i < len(p) else 0
+            always = {0, own, max(own - 1, 0)}
+            others = sorted(set(range(own)) - always, key=lambda j, s=score: (-s[j], j))
+            # Of the blocks that a query always has, those that coincide leave room for others.
+            blocks = [*always, *others[: top - len(always)]]
+            seen = [s for j in blocks for s in range(j * block, (j + 1) * block) if s <= t]
+            for h in range(g * R, (g + 1) * R):
+                heads[t, h] += gate[t, h, 1] * look(q[t, h], k["chosen"][seen, g], v["chosen"][seen, g])[0]
+                near = slice(max(0, t - w + 1), t + 1)
+                heads[t, h] += gate[t, h, 2] * look(q[t, h], k["near"][near, g], v["near"][near, g])[0]
+    np.testing.assert_allclose(y, out(params, heads), atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["moba", "nsa"])
 def test_they_look_back_only(name):
     with pytest.raises(UserError, match=f"{name} .* forward only.*causal is False; allowed: True"):
         zoo.shapes(MIXERS[name](width=16, causal=False))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (dict(length=24), r"nsa\.stride 16 does not divide model\.nsa\.length 24; closest that does: 12"),
+        (dict(block=40), r"nsa\.stride 16 does not divide model\.nsa\.block 40"),
+        (dict(length=128), r"nsa\.length 128 is more than model\.nsa\.block 64; closest: 64"),
+        (dict(top=2), r"NSA\.top is 2; allowed: a whole number of at least 3; closest: 3"),
+    ],
+)
+def test_nsa_refuses_sizes_that_do_not_fit(settings, says):
+    with pytest.raises(UserError, match=says):
+        zoo.shapes(MIXERS["nsa"](width=16, **settings))

@@ -65,6 +65,10 @@ VARIANTS = {
     "mlstm": [{"forget": "exp", "gate_cap": 2.0, "key_dim": 5, "n_heads": 2}],
     "performer": [{"n_features": 9, "seed": 1, "head_dim": 6}],
     "retention": [{"expand": 1, "n_heads": 2}],
+    "nsa": [
+        {"length": 2, "stride": 2, "block": 4, "top": 4, "sliding": 3, "n_kv_heads": 1},
+        {"length": 4, "stride": 2, "block": 6, "top": 4, "sliding": 3, "n_kv_heads": 2},
+    ],
     "rglru": [{"inner": 24, "n_heads": 2}],
     "rwkv6": [{"head_dim": 8, "mix_rank": 3}],
     "s4": [{"window": 4}],
@@ -79,6 +83,7 @@ REFERENCE = {
     "mla": "reference",
     "synthesizer": "reference",
 }
+REFERENCE = {"attention": "reference", "fox": "reference", "mla": "reference", "moba": "reference", "nsa": "reference"}
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
 WRITERS = [name for name in ALONE if not MIXERS[name].both_ways_only]  # that can be causal, and so write token by token

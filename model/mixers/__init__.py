@@ -27,6 +27,7 @@ from model.mixers.moba import MoBA
 from model.mixers.nystrom import Nystrom
 from model.mixers.mlstm import MLSTM
 from model.mixers.performer import Performer
+from model.mixers.nsa import NSA
 from model.mixers.recurrent import GRU, LSTM, RNN
 from model.mixers.retention import Retention
 from model.mixers.rglru import RGLRU
@@ -67,6 +68,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "mlstm": MLSTM,
     "performer": Performer,
     "retention": Retention,
+    "nsa": NSA,
     "rglru": RGLRU,
     "rnn": RNN,
     "rwkv": RWKV,

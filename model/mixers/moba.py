@@ -37,6 +37,7 @@ class MoBA(Mixer):
 
     softmax: ClassVar[bool] = True
     forward_only: ClassVar[bool] = True
+    work: ClassVar[float] = 2
 
     @property
     def heads(self) -> tuple[int, int, int]:

@@ -112,9 +112,7 @@ def main(argv: list[str]) -> int:
         folders.check_writable(out)
     chosen = "--kind, --shape, " if argv[1] == "state" else ""
     if argv[1] in (*CONTESTS, "state") and (CONFIG.value or cli.overrides()):
-        raise UserError(
-            f"bench {argv[1]} takes no config; allowed: --rounds and --out{', --kind, --shape' * (argv[1] == 'state')}"
-        )
+        raise UserError(f"bench {argv[1]} takes no config; allowed: --rounds, {chosen}--out")
     rows = []
     for row, text in bench():
         print(text, flush=True)

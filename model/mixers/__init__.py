@@ -23,11 +23,11 @@ from model.mixers.mamba import Mamba
 from model.mixers.mamba2 import Mamba2
 from model.mixers.mega import Mega
 from model.mixers.mla import MLA
-from model.mixers.moba import MoBA
-from model.mixers.nystrom import Nystrom
 from model.mixers.mlstm import MLSTM
-from model.mixers.performer import Performer
+from model.mixers.moba import MoBA
 from model.mixers.nsa import NSA
+from model.mixers.nystrom import Nystrom
+from model.mixers.performer import Performer
 from model.mixers.recurrent import GRU, LSTM, RNN
 from model.mixers.retention import Retention
 from model.mixers.rglru import RGLRU
@@ -63,12 +63,12 @@ MIXERS: dict[str, type[Mixer]] = {
     "mamba2": Mamba2,
     "mega": Mega,
     "mla": MLA,
-    "moba": MoBA,
-    "nystrom": Nystrom,
     "mlstm": MLSTM,
+    "moba": MoBA,
+    "nsa": NSA,
+    "nystrom": Nystrom,
     "performer": Performer,
     "retention": Retention,
-    "nsa": NSA,
     "rglru": RGLRU,
     "rnn": RNN,
     "rwkv": RWKV,

@@ -1,14 +1,12 @@
 """Random features against softmax: estimates without bias, errors that fall with features and rise with norms."""
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from experiments import bench
 from experiments.measurements import features
-from train import cli
+from tests.test_experiments import call
 
 RANDOM = [kind for kind in features.KINDS if kind != "all keys alike"]
 
@@ -43,17 +41,12 @@ def test_errors_fall_with_features_and_rise_with_norms(kind):
     assert (error(64, 0.25) < 0.5 * error(64, 0.75)).all()
 
 
-def test_the_command_writes_rows_and_tables(tmp_path, monkeypatch, capsys):
+@pytest.mark.scale
+def test_the_command_writes_rows_and_tables(tmp_path):
     out = tmp_path / "features.jsonl"
-    monkeypatch.setattr(features, "COUNTS", (16, 64))
-    monkeypatch.setattr(features, "SCALES", (0.25,))
-    monkeypatch.setattr(features, "TOKENS", 32)
-    monkeypatch.setattr(cli, "overrides", list)
-    for flag, value in dict(CONFIG=[], OUT=str(out)).items():
-        monkeypatch.setattr(bench, flag, SimpleNamespace(value=value))
-    assert bench.main(["bench", "features"]) == 0
+    code, printed, _ = call("experiments.bench", "features", f"--out={out}")
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(rows) == 2 * len(features.KINDS) == capsys.readouterr().out.count("of the kernel")
+    assert code == 0 and len(rows) == printed.count("of the kernel")
     assert out.with_suffix(".md").read_text() == features.table(rows)
 
 

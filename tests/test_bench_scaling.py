@@ -2,26 +2,25 @@
 
 import json
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from experiments import bench
 from experiments.measurements import scaling
 from experiments.measurements.scaling import FAILED, MEASURED, NO_MEMORY, NO_TIME
 from experiments.tables import scaling as growth
 from model.errors import UserError
 from model.mixers import MIXERS
-from train import cli
+from tests.test_experiments import call
 
 LENGTHS = [1024, 4096, 16384, 65536]
 
 
 def made(name: str, lengths=LENGTHS, time: float = 1, memory: float = 1, overhead: float = 0.0, **more) -> list[dict]:
     """Rows of a mixer that grows by these powers."""
-    fixed = dict(claimed_time=time, claimed_memory=memory, width=64, dtype="float32", **bench.provenance())
+    fixed = dict(claimed_time=time, claimed_memory=memory, width=64, dtype="float32")
+    fixed |= dict(device="cpu", jax="0.10.2", revision="abcdefg", date="2026-01-01")
     return [
         fixed
         | dict(mixer=name, length=n, status=MEASURED, compile_s=1.0, temp_bytes=int(100 * n**memory))
@@ -218,38 +217,32 @@ def test_what_breaks_down_is_a_row(monkeypatch):
     assert scaling.measure(mixer, 32, 1e9) == {"status": FAILED, "error": "UserError: no such length"}
 
 
-def test_the_command_writes_all_and_goes_on(tmp_path, monkeypatch, capsys):
-    """Two real mixers at tiny lengths; called again it measures nothing, and a longer row alone is added."""
+@pytest.mark.scale
+def test_the_command_writes_all_and_goes_on(tmp_path):
+    """Two mixers; called again it measures nothing, and a longer row alone is added."""
     out = tmp_path / "new" / "scaling.jsonl"
-    monkeypatch.setattr(scaling, "SHORTEST", 16)
-    monkeypatch.setattr(scaling, "QUEUE", 0.0)
-    monkeypatch.setitem(scaling.SIZES, "cpu", dict(width=8, dtype="float32"))
-    monkeypatch.setattr(cli, "overrides", list)
 
-    def call(longest):
-        flags = dict(CONFIG=[], OUT=str(out), MINUTES=5.0, ASKED="lru, attention", LAST=longest)
-        for flag, value in flags.items():
-            monkeypatch.setattr(bench, flag, SimpleNamespace(value=value))
-        assert bench.main(["bench", "scaling"]) == 0
-        return capsys.readouterr().out.count("tokens/s"), out.read_text().splitlines()
+    def bench(longest):
+        flags = ["--minutes=5", "--mixers=lru, attention", f"--longest={longest}", f"--out={out}"]
+        code, printed, _ = call("experiments.bench", "scaling", *flags)
+        assert code == 0
+        return printed.count("tokens/s"), out.read_text().splitlines()
 
-    printed, lines = call(64)
-    assert printed == len(lines) == 4
+    printed, lines = bench(scaling.SHORTEST)
+    assert printed == len(lines) == 2
     rows = [json.loads(line) for line in lines]
-    assert {(row["mixer"], row["length"]) for row in rows} == {(m, n) for m in ("lru", "attention") for n in (16, 64)}
+    assert {(row["mixer"], row["length"]) for row in rows} == {(m, scaling.SHORTEST) for m in ("lru", "attention")}
     assert all(row["status"] == MEASURED and row["bench"] == "scaling" and row["device"] == "cpu" for row in rows)
     assert out.with_suffix(".md").read_text() == growth.table(rows) and out.with_suffix(".png").exists()
-    assert call(64) == (0, lines)
-    printed, more = call(256)
-    assert printed == 2 and more[:4] == lines and len(more) == 6
+    assert bench(scaling.SHORTEST) == (0, lines)
+    printed, more = bench(4 * scaling.SHORTEST)
+    assert printed == 2 and more[:2] == lines and len(more) == 4
 
 
-@pytest.mark.quick
-def test_mistakes_are_told(tmp_path, monkeypatch):
-    for flag, value in dict(OUT=str(tmp_path / "rows.jsonl"), ASKED="mamba,mambo").items():
-        monkeypatch.setattr(bench, flag, SimpleNamespace(value=value))
-    with pytest.raises(UserError, match=r"unknown mixer 'mambo'; .*closest: mamba"):
-        bench.asked_mixers()
+@pytest.mark.scale
+def test_mistakes_are_told(tmp_path):
+    code, _, told = call("experiments.bench", "scaling", "--mixers=mamba,mambo")
+    assert code == 2 and "unknown mixer 'mambo'" in told and "closest: mamba" in told
     (tmp_path / "rows.jsonl").write_text("not rows")
-    with pytest.raises(UserError, match="is not a file of rows"):
-        bench.rows_before("scaling")
+    code, _, told = call("experiments.bench", "scaling", f"--out={tmp_path / 'rows.jsonl'}")
+    assert code == 2 and "is not a file of rows" in told

@@ -76,14 +76,6 @@ VARIANTS = {
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "synthesizer": [{"kind": "random", "longest": 100}, {"kind": "factorized", "longest": 100, "rank": 3}],
 }
-REFERENCE = {
-    "attention": "reference",
-    "fnet": "reference",
-    "fox": "reference",
-    "mla": "reference",
-    "synthesizer": "reference",
-}
-REFERENCE = {"attention": "reference", "fox": "reference", "mla": "reference", "moba": "reference", "nsa": "reference"}
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
 WRITERS = [name for name in ALONE if not MIXERS[name].both_ways_only]  # that can be causal, and so write token by token

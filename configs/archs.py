@@ -46,6 +46,7 @@ ARCHS = {
     "gated_deltanet": dict(mixers=("gated_deltanet",)),  # the same on a state that forgets as the token decides
     "kda": dict(mixers=("kda",)),  # Kimi Delta Attention: each channel forgets at its own rate
     "lstm": dict(mixers=("lstm",), mlp="none"),  # gated recurrence, one token after another
+    "slstm": dict(mixers=("slstm",)),  # xLSTM's scalar memory: exponential gates, recurrences within heads
     "gru": dict(mixers=("gru",), mlp="none"),  # gated recurrence with three gates instead of four
     # Recurrent encoder and decoder, for tasks with a source or that ask at the end of their rows; the decoder looks at
     # every token of the source (arXiv:1409.0473), or knows one vector of it (arXiv:1406.1078).
@@ -108,6 +109,7 @@ MLP_WIDTHS = {
     "deltanet": (176, 344, 696, 1368),
     "gated_deltanet": (88, 176, 352, 680),
     "kda": (160, 304, 616, 1280),
+    "slstm": (224, 432, 872, 1712),
     "hybrid": (144, 288, 592, 1168),
     "jamba": (96, 224, 512, 1024),
     "griffin": (192, 384, 768, 1520),

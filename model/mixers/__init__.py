@@ -21,6 +21,7 @@ from model.mixers.rwkv7 import RWKV7
 from model.mixers.s4 import S4
 from model.mixers.s4d import S4D
 from model.mixers.s5 import S5
+from model.mixers.slstm import SLSTM
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
@@ -45,4 +46,5 @@ MIXERS: dict[str, type[Mixer]] = {
     "s4": S4,
     "s4d": S4D,
     "s5": S5,
+    "slstm": SLSTM,
 }

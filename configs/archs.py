@@ -68,10 +68,13 @@ ARCHS = {
     "rwkv": dict(mixers=("rwkv",)),  # RWKV-4: an average with decaying weights
     # RWKV-6: a matrix state, decay decided by the token; ranks for small widths
     "rwkv6": dict(mixers=("rwkv6",), rwkv6=dict(mix_rank=8, decay_rank=16)),
+    # RWKV-7: the same under a generalised delta rule
+    "rwkv7": dict(mixers=("rwkv7",), rwkv7=dict(decay_rank=16, rate_rank=16, gate_rank=32)),
     "deltanet": dict(mixers=("deltanet",)),  # the delta rule: a matrix state that is corrected, not added to
     "gated_deltanet": dict(mixers=("gated_deltanet",)),  # the same on a state that forgets as the token decides
     "kda": dict(mixers=("kda",)),  # Kimi Delta Attention: each channel forgets at its own rate
     "lstm": dict(mixers=("lstm",), mlp="none"),  # gated recurrence, one token after another
+    "slstm": dict(mixers=("slstm",)),  # xLSTM's scalar memory: exponential gates, recurrences within heads
     "gru": dict(mixers=("gru",), mlp="none"),  # gated recurrence with three gates instead of four
     # Recurrent encoder and decoder, for tasks with a source or that ask at the end of their rows; the decoder looks at
     # every token of the source (arXiv:1409.0473), or knows one vector of it (arXiv:1406.1078).
@@ -149,9 +152,11 @@ MLP_WIDTHS = {
     "rglru": (192, 368, 736, 1456),
     "rwkv": (184, 352, 704, 1376),
     "rwkv6": (120, 272, 576, 1168),
+    "rwkv7": (136, 304, 656, 1328),
     "deltanet": (176, 344, 696, 1368),
     "gated_deltanet": (88, 176, 352, 680),
     "kda": (160, 304, 616, 1280),
+    "slstm": (224, 432, 872, 1712),
     "hybrid": (144, 288, 592, 1168),
     "jamba": (96, 224, 512, 1024),
     "griffin": (192, 384, 768, 1520),

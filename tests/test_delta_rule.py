@@ -1,4 +1,4 @@
-"""The delta rule: products against the loop, the loop against numpy, and DeltaNet against its definition."""
+"""The delta rule: products against the loop, that against numpy, DeltaNet and RWKV-7 against their definitions."""
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from model.errors import UserError
 from model.mixers.deltanet import DeltaNet
 from model.mixers.gated_deltanet import GatedDeltaNet
 from model.mixers.kda import KDA
+from model.mixers.rwkv7 import RWKV7
 from model.ops import delta_rule as op
 from model.ops.delta_rule import delta_rule, inverse
 from tests import zoo
@@ -145,6 +146,43 @@ def test_deltanet_is_its_definition():
     np.testing.assert_allclose(got, np.einsum("blhp,hpd->bld", y, p["out"]["kernel"]), atol=1e-5)
 
 
+# RWKV-7
+
+
+def test_rwkv7_is_its_definition():
+    """The equations of the paper, one token and one head at a time; the state is its S transposed."""
+    L, D, K = 9, zoo.WIDTH, 4
+    H = D // K
+    mixer = RWKV7(width=D, decay_rank=3, rate_rank=2, gate_rank=5)
+    variables, x = zoo.params(mixer), zoo.inputs(1, L)
+    p, u = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), variables["params"]), np.asarray(x[0], np.float64)
+    before = np.concatenate([np.zeros((1, D)), u[:-1]])
+    for_r, for_w, for_k, for_v, for_a, for_g = (u + (before - u) * mu for mu in p["mix"])
+
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
+    def heads(x, name):
+        return np.einsum("lr,rhk->lhk", x, p[name]["kernel"])
+
+    r, k, v = heads(for_r, "r"), heads(for_k, "k"), heads(for_v, "v")
+    w = np.exp(-np.exp(-0.5) * sigmoid(p["decay"] + heads(np.tanh(for_w @ p["decay_down"]["kernel"]), "decay_up")))
+    a = sigmoid(p["rate"] + heads(for_a @ p["rate_down"]["kernel"], "rate_up"))
+    g = heads(sigmoid(for_g @ p["gate_down"]["kernel"]), "gate_up")
+    kappa, k = unit(k * p["removal"], 1e-6), k * (1 + (a - 1) * p["replacement"])
+    y = np.zeros((L, H, K))
+    for head in range(H):
+        S = np.zeros((K, K))
+        for t in range(L):
+            now = (t, head)
+            S = S @ (np.diag(w[now]) - np.outer(kappa[now], a[now] * kappa[now])) + np.outer(v[now], k[now])
+            y[now] = S @ r[now]
+    y = (y - y.mean(-1, keepdims=True)) / np.sqrt(y.var(-1, keepdims=True) + 64e-5)
+    y = y * p["norm"]["scale"] + p["norm"]["bias"] + (r * k * p["bonus"]).sum(-1, keepdims=True) * v
+    got, _ = zoo.apply(mixer)(variables, x, Context())
+    np.testing.assert_allclose(got[0], np.einsum("lhk,hkd->ld", y * g, p["out"]["kernel"]), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("mixer", "told"),
     [
@@ -153,6 +191,7 @@ def test_deltanet_is_its_definition():
             "model.deltanet.head_dim 3 does not divide the width 16; .*: 2",
         ),
         (GatedDeltaNet(width=16, head_dim=5), "model.gated_deltanet.head_dim 5 does not divide .*: 4"),
+        (RWKV7(width=16, head_dim=3), "model.rwkv7.head_dim 3 does not divide the width 16; .*: 2"),
         (KDA(width=16, causal=False), "kda runs forward only; set model.causal=True"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

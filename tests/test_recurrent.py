@@ -11,6 +11,7 @@ import pytest
 from model.contract import Context
 from model.errors import UserError
 from model.mixers.recurrent import GRU, LSTM, RNN, gru, lstm, rnn
+from model.mixers.slstm import SLSTM, slstm
 from tests import zoo
 
 pytestmark = pytest.mark.quick
@@ -57,7 +58,46 @@ def test_gru_cell():
     np.testing.assert_allclose([closed, open_], [0.5, math.tanh(0.6)], rtol=1e-6)
 
 
+def test_slstm_cell():
+    """The sums as they are, which would overflow; the first token finds nothing, whatever the exponent beside it."""
+    i, f, z, o = (np.asarray(gate) for gate in ([3.0, 500.0, -500.0], [0.2, -1.0, 2.0], [0.3, -0.7, 2.0], [0.1, 1, 2]))
+    state, log_n, c_over_n = past(h=0.0, c=0.0, n=0.0, m=77.0), -math.inf, 0.0
+    for t in range(3):
+        state = slstm(state, one(i[t], f[t], z[t], 0), one(0, 0, 0, o[t]))
+        held = log_n + math.log(sigmoid(f[t]))
+        log_n = np.logaddexp(held, i[t])
+        c_over_n = math.exp(held - log_n) * c_over_n + math.exp(i[t] - log_n) * math.tanh(z[t])
+        np.testing.assert_allclose(state["h"].item(), sigmoid(o[t]) * c_over_n, rtol=1e-5)
+        np.testing.assert_allclose(math.log(state["n"].item()) + state["m"].item(), log_n, rtol=1e-6)
+
+
 # The mixers
+
+
+def test_slstm_is_its_cell_token_by_token():
+    """Gates i and f see the convolved input, z and o the plain one, and each head its own past."""
+    L, D, H, W = 5, zoo.WIDTH, 2, 3
+    mixer = SLSTM(width=D, n_heads=H, conv=W)
+    variables, x = zoo.params(mixer), zoo.inputs(2, L)
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), variables["params"])
+    rows = np.pad(np.asarray(x, np.float64), [(0, 0), (W - 1, 0), (0, 0)])
+    c = sum(rows[:, i : i + L] * p["conv"][i] for i in range(W)) + p["conv_bias"]
+    c = c / (1 + np.exp(-c))
+    state, outputs = {name: np.zeros((2, D)) for name in ("h", "c", "n", "m")}, []
+
+    def by_heads(rows, kernel):
+        parts = [np.einsum("bk,kgj->bgj", part, w) for part, w in zip(np.split(rows, H, axis=1), kernel, strict=True)]
+        return np.concatenate(parts, axis=-1)
+
+    for t in range(L):
+        says = [by_heads(rows[:, t + W - 1] if gate > 1 else c[:, t], p["W"])[:, gate] for gate in range(4)]
+        state = slstm(state, np.stack(says, axis=1), by_heads(np.asarray(state["h"]), p["U"]) + p["bias"])
+        h = np.asarray(state["h"], np.float64).reshape(2, H, -1)
+        h = (h - h.mean(-1, keepdims=True)) / np.sqrt(h.var(-1, keepdims=True) + 1e-5)
+        outputs.append((h * p["norm"]["scale"]).reshape(2, D))
+    y, last = zoo.apply(mixer)(variables, x, zoo.context(L=L), mixer.init_state(2, 0))
+    np.testing.assert_allclose(y, np.stack(outputs, axis=1), atol=1e-4)
+    np.testing.assert_allclose(last["h"], state["h"], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MIXERS)
@@ -138,6 +178,8 @@ def test_first_values(name):
 def test_mistakes_are_told_by_name():
     with pytest.raises(UserError, match=r"LSTM.hidden is -1; allowed: 0, or a whole number from 1 .*closest: 0"):
         zoo.params(LSTM(width=zoo.WIDTH, hidden=-1))
+    with pytest.raises(UserError, match=r"model.slstm.n_heads 3 does not divide the width 16; closest that does: 2"):
+        zoo.params(SLSTM(width=zoo.WIDTH, n_heads=3))
     mixer = GRU(width=zoo.WIDTH, causal=False)
     with pytest.raises(UserError, match="a bidirectional model cannot carry a state"):
         mixer.apply(zoo.params(mixer), zoo.inputs(1, 2), zoo.context(L=2), mixer.init_state(1, 2))

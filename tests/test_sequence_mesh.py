@@ -16,6 +16,7 @@ from model.mixers import MIXERS
 from model.mixers.rwkv import wkv
 from model.mixers.s4 import dplr_kernel, dplr_recurrence
 from model.ops.conv import long_conv, shift, short_conv, window_conv
+from model.ops.delta_rule import delta_rule
 from model.ops.ssd import ssd
 from model.ops.stretches import gathers
 from model.ops.wkv import wkv6
@@ -45,6 +46,16 @@ def mamba2(x, dt, A, Bs, Cs, h0):
 def rwkv6(r, k, v, w, u, h0):
     k, w = (jnp.where(REAL[..., None, None], x, 0) for x in (k, -jnp.exp(w)))
     return wkv6(r, k, v, w, u, h0, jnp.asarray(KEEP), implementation="chunked")
+
+
+def gated_deltanet(q, k, v, w, beta, h0):
+    w, beta = (jnp.where(REAL[..., None], x, 0) for x in (-jnp.exp(w), jax.nn.sigmoid(beta)))
+    return delta_rule(q, k / 2, v, w, h0, jnp.asarray(KEEP), beta=beta, implementation="chunked")
+
+
+def rwkv7(q, k, v, w, a, b, h0):
+    k, w, a = (jnp.where(REAL[..., None, None], x, 0) for x in (k, -jnp.exp(w), a / 4))
+    return delta_rule(q, k, v, w, h0, jnp.asarray(KEEP), a=a, b=b / 4, implementation="chunked")
 
 
 def rwkv4(k, v, w, u, aa, bb):
@@ -90,6 +101,8 @@ MODES = dict(real=VECTOR, imag=VECTOR, P=VECTOR, B=VECTOR, C=VECTOR, log_dt=(6,)
 OPS = {
     mamba2: dict(x=HEADS, dt=HEADS[:3], A=(4,), Bs=PAIR, Cs=PAIR, h0=(B, 4, 3, 5)),
     rwkv6: dict(r=HEADS, k=HEADS, v=HEADS, w=HEADS, u=(4, 3), h0=(B, 4, 3, 3)),
+    gated_deltanet: dict(q=HEADS, k=HEADS, v=(B, L, 4, 5), w=HEADS[:3], beta=HEADS[:3], h0=(B, 4, 3, 5)),
+    rwkv7: dict(q=HEADS, k=HEADS, v=HEADS, w=HEADS, a=HEADS, b=HEADS, h0=(B, 4, 3, 3)),
     rwkv4: dict(k=CHANNELS, v=CHANNELS, w=(6,), u=(6,), aa=(B, 6), bb=(B, 6)),
     s4: dict(u=CHANNELS) | MODES,
     s4_in_documents: dict(u=CHANNELS) | MODES | dict(h0=(B, *VECTOR)),
@@ -130,7 +143,7 @@ def test_sharing_the_length_changes_nothing(op, sizes):
 
 
 # What holds each token's past in a state, or reads it by a convolution, and can be taken apart.
-LOOPS = ("rnn", "lstm", "gru")  # one token after another
+LOOPS = ("rnn", "lstm", "gru", "slstm")  # one token after another
 WHOLE = ("linformer", "synthesizer")  # have weights for every token of the longest row
 APART = [name for name in zoo.ALONE if not MIXERS[name].softmax and name not in LOOPS + WHOLE]
 LITTLE = {"fnet": 1.5}  # it keeps nothing but the numbers that devices exchange, and so these are seen

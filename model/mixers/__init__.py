@@ -33,10 +33,12 @@ from model.mixers.retention import Retention
 from model.mixers.rglru import RGLRU
 from model.mixers.rwkv import RWKV
 from model.mixers.rwkv6 import RWKV6
+from model.mixers.rwkv7 import RWKV7
 from model.mixers.s4 import S4
 from model.mixers.s4d import S4D
 from model.mixers.s5 import S5
 from model.mixers.synthesizer import Synthesizer
+from model.mixers.slstm import SLSTM
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
@@ -73,8 +75,10 @@ MIXERS: dict[str, type[Mixer]] = {
     "rnn": RNN,
     "rwkv": RWKV,
     "rwkv6": RWKV6,
+    "rwkv7": RWKV7,
     "s4": S4,
     "s4d": S4D,
     "s5": S5,
     "synthesizer": Synthesizer,
+    "slstm": SLSTM,
 }

@@ -53,14 +53,22 @@ def gru(past: Past, x: jax.Array, u: jax.Array) -> Past:
 
 
 def to_gates(h: jax.Array, kernel: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """`[B, G, E]` from `[B, N]` and `[N, G, E]`: multiplied in `dtype`, added up and returned in at least float32."""
+    """`[B, G, E]` from `[B, N]` and `[N, G, E]`: multiplied in `dtype`, added up and returned in at least float32.
+
+    Of heads apart the kernel is `[H, K, G, K]`.
+    """
+    if kernel.ndim == 4:
+        H, K, G, _ = kernel.shape
+        parts = h.astype(dtype).reshape(-1, H, K), kernel.astype(dtype)
+        return jnp.einsum("bhk,hkgj->bghj", *parts, preferred_element_type=wide(dtype)).reshape(-1, G, H * K)
     return jnp.tensordot(h.astype(dtype), kernel.astype(dtype), 1, preferred_element_type=wide(dtype))
 
 
 def recurrence(
     cell: Cell, x: jax.Array, U: jax.Array, bias: jax.Array, past: Past, ctx: Context
 ) -> tuple[jax.Array, Past]:
-    """Outputs `[B, L, E]` and the last state, one token after another; x: [B, L, G, E]; U: [E, G, E]; bias: [G, E].
+    """Outputs `[B, L, E]` and the last state, one token after another; x: [B, L, G, E]; U: [E, G, E], or [H, K, G, K]
+    of heads apart; bias: [G, E].
 
     A token that opens a document finds an empty past, and padding leaves the past as it is. Each device runs its own
     rows with the whole of U: shared out, something would be sent at every token.

@@ -62,16 +62,18 @@ class Mixer(nn.Module):
     softmax: ClassVar[bool] = False
     # Whether it reads another sequence, the context's memory, and so is no sequence mixer on its own.
     reads_memory: ClassVar[bool] = False
-    # The parameters of the linear map that comes last, behind which is only the residual stream.
+    # The parameters of the linear map that comes last, behind which is only the residual stream; "": there is none.
     last: ClassVar[str] = "out"
     # Whether it can only run from the first token to the last, and so not with causal=False.
     forward_only: ClassVar[bool] = False
-    # Whether it mixes whole rows and cannot be causal: causal=True is refused by name, and there is no state.
+    # Whether it mixes whole rows, and so cannot run with causal=True, nor from a state.
     both_ways_only: ClassVar[bool] = False
     # Whether it counts the tokens of a batch, and so is told of all padding.
     counts_tokens: ClassVar[bool] = False
-    # How memory and work grow with the length: 1 linearly, 2 quadratically.
-    cost: ClassVar[int] = 1
+    # How memory grows with the length: 1 linearly, 2 quadratically.
+    cost: ClassVar[float] = 1
+    # How work does, where that is another.
+    work: ClassVar[float | None] = None
     # Last component of a parameter's path -> optimizer group (see train/optim.py); what is not named is decayed.
     groups: ClassVar[dict[str, str]] = {}
 

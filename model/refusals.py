@@ -28,6 +28,8 @@ def check_stack(c: Mapping[str, Any], asked: Asked) -> None:
             "model.kind 'stack' reads both rows of a pair as one, and has no vector of each to compare; closest: towers"
         )
     check_layers(c, c["mixers"])
+    if c["causal"]:
+        check_causal(c, c["mixers"])
     if c["tied"] and not asked.n_classes and asked.inputs and not asked.values:
         raise UserError(
             "model.tied is True, and no matrix embeds the tokens that this task asks for: its inputs are real numbers; "
@@ -67,6 +69,7 @@ def check_encoder_decoder(c: Mapping[str, Any], asked: Asked) -> None:
             "model.causal is False, and a decoder writes forward; allowed: True, the encoder is bidirectional"
         )
     check_layers(c, (*c["mixers"], *c["encoder_mixers"]))
+    check_causal(c, c["mixers"])
     check_bidirectional(c, c["encoder_mixers"] or c["mixers"])
 
 
@@ -122,6 +125,16 @@ def check_layers(c: Mapping[str, Any], names: tuple[str, ...]) -> None:
             f"position {c['position']!r} acts on the scores of attention, and mixers {tuple(names)} have none; "
             f"choose from {free}"
         )
+
+
+def check_causal(c: Mapping[str, Any], names: tuple[str, ...]) -> None:
+    """Refuses, by name, what cannot stand where no token may see a later one."""
+    for name in names:
+        if MIXERS[entry(c, name).mixer].both_ways_only:
+            raise UserError(
+                f"{name!r} mixes whole rows and cannot be causal; set model.causal=False where the task allows it; "
+                "closest mixer that can: attention"
+            )
 
 
 def check_bidirectional(c: Mapping[str, Any], names: tuple[str, ...]) -> None:

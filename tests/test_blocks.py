@@ -52,12 +52,15 @@ def test_norm_of_embeddings(order):
     np.testing.assert_allclose(logits, x @ params["unembed"]["kernel"] + params["unembed_bias"], atol=1e-5)
 
 
+ENDED = [mixer for mixer in zoo.ALONE if MIXERS[mixer].last]  # by a linear map
+
+
 @pytest.mark.few(5)
-@pytest.mark.parametrize("mixer", zoo.ALONE)
+@pytest.mark.parametrize("mixer", ENDED)
 def test_last_kernels_scaled_with_depth(mixer):
     """GPT-2's start: all that differs are the maps that end a branch, by the root of how many branches there are."""
     mlp, down = ("channel_mix", "v") if mixer == "rwkv" else ("swiglu", "down")
-    config = model_config(mixers=(mixer,), mlp=mlp, layers=3) | dict(causal=not MIXERS[mixer].both_ways_only)
+    config = model_config(mixers=(mixer,), mlp=mlp, layers=3, causal=mixer in zoo.WRITERS)
     models = (build.build(config | dict(depth_init=on), Asked(20)) for on in (False, True))
     plain, scaled = (dict(jax.tree_util.tree_leaves_with_path(init(model, TOKENS))) for model in models)
     ends, found = {f"['mixer']['{MIXERS[mixer].last}']", f"['mlp']['{down}']"}, set()
@@ -65,14 +68,12 @@ def test_last_kernels_scaled_with_depth(mixer):
         end = next((end for end in ends if end in jax.tree_util.keystr(path)), None)
         found.add(end)
         np.testing.assert_allclose(scaled[path], leaf * (6**-0.5 if end else 1), rtol=1e-6)
-    # An RNN whose state has the model's width ends in the recurrence, and a Fourier transform has no parameters.
-    assert found - {None} == {end for end in ends if "mlp" in end or mixer not in ("gru", "lstm", "rnn", "fnet")}
+    # An RNN whose state has the model's width ends in the recurrence.
+    assert found - {None} == {end for end in ends if "mlp" in end or mixer not in ("gru", "lstm", "rnn")}
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(  # a state space's is gated, a Fourier transform has none
-    "mixer", [m for m in zoo.ALONE if not issubclass(MIXERS[m], StateSpace) and m != "fnet"]
-)
+@pytest.mark.parametrize("mixer", [m for m in ENDED if not issubclass(MIXERS[m], StateSpace)])  # theirs are gated
 def test_what_ends_a_mixer_is_linear(mixer):
     module = zoo.make((mixer, {"hidden": 12} if mixer in ("gru", "lstm", "rnn") else {}, "none"))
     params, x = zoo.params(module)["params"], zoo.inputs(1, 4)

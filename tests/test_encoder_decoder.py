@@ -226,7 +226,7 @@ def test_every_parameter_is_in_its_group():
 
 
 @pytest.mark.parametrize("name", zoo.ALONE)
-def test_mixers_that_run_forward_only_say_so(name):
+def test_mixers_that_run_one_way_only_say_so(name):
     refused = zoo.refused((name, {"causal": False}, "none"))
     assert (refused is not None) == MIXERS[name].forward_only
     c = config(mixers=("attention",), encoder_mixers=(name,))
@@ -237,6 +237,9 @@ def test_mixers_that_run_forward_only_say_so(name):
             build.build(c, ASKED)
     else:
         jax.eval_shape(build.build(c, ASKED).init, jax.random.key(0), TARGET, source=SOURCE)
+    if MIXERS[name].both_ways_only:
+        with pytest.raises(UserError, match=f"'{name}' mixes whole rows and cannot be causal; .*closest"):
+            build.build(config(mixers=(name,), encoder_mixers=("attention",)), ASKED)
 
 
 @pytest.mark.quick

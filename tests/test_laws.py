@@ -8,16 +8,13 @@ import pytest
 from model.contract import Context
 from model.documents import looking_back
 from model.errors import UserError
-from model.mixers import MIXERS
 from tests import zoo
 
 CASES, MATRIX = zoo.cases(), zoo.matrix()
 PLAIN = [case for case in CASES if not case.values[0][1]]  # every mixer's own defaults
-ROWS = [case for case in CASES if MIXERS[case.values[0][0]].both_ways_only]  # what mixes whole rows
-FORWARD = [case for case in CASES if case not in ROWS]
+WRITING = [case for case in CASES if case.values[0][0] in zoo.WRITERS]  # can be causal, and go on from a state
 BARE = [case for case in PLAIN if case.values[0][2] == "none"]  # and no positions
-REST = [case for case in MATRIX if case.id not in {case.id for case in CASES}]
-REST = [case for case in REST if not MIXERS[case.values[0][0]].both_ways_only]
+REST = [c for c in MATRIX if c.id not in {case.id for case in CASES} and c.values[0][0] in zoo.WRITERS]
 L, DOCUMENT = 20, 9  # tokens of a row, and of a document in it
 PACKED = np.asarray([[1, 1, 0, 1, 1, 2, 0, 0, 2, 2, 2, 0, 2, 0, 3, 3, 0, 0, 3, 3], [3] * L])
 
@@ -37,7 +34,7 @@ def pieces(mixer, x, ctx, lengths):
 
 @pytest.mark.few(3, each=True)
 @pytest.mark.quick
-@pytest.mark.parametrize("case", FORWARD)
+@pytest.mark.parametrize("case", WRITING)
 def test_split(case):
     """Whole equals any pieces with the state carried: prefill, chunked prefill and decoding at once."""
     mixer, x = zoo.make(case), zoo.inputs(2, L)
@@ -47,7 +44,7 @@ def test_split(case):
 
 
 @pytest.mark.few(3, each=True)
-@pytest.mark.parametrize("case", FORWARD)
+@pytest.mark.parametrize("case", WRITING)
 def test_packed_rows_split(case):
     """The split law for documents and padding."""
     mixer, x, ctx = zoo.make(case), zoo.inputs(2, L), zoo.context(PACKED)
@@ -81,11 +78,14 @@ def test_causality(case):
         """Weights of the outputs up to t."""
         return zoo.inputs(2, L, seed=1).at[:, t + 1 :].set(0)
 
-    if case not in [row.values[0] for row in ROWS]:
+    if case[0] in zoo.WRITERS:
         pull, _ = zoo.run(zoo.make(case), zoo.inputs(2, zoo.LENGTH), early(zoo.LENGTH))
         size = np.abs(pull).sum(-1)
         # An FFT spreads rounding over the whole length; anything learned from the future would be far larger.
         assert (size[:, t + 1 :] < 1e-5).all() and (size[:, : t + 1] > 1e-4).all()
+    else:
+        with pytest.raises(UserError, match="causal"):
+            zoo.params(zoo.make(case, causal=True))
 
     try:
         pull, _ = zoo.run(both, zoo.inputs(2, DOCUMENT), early(DOCUMENT))
@@ -95,7 +95,7 @@ def test_causality(case):
         assert "causal" in str(refusal)
 
 
-DIRECTED = [(case, True) for case in FORWARD] + [(case, False) for case in CASES if case in PLAIN or case in ROWS]
+DIRECTED = [(case, case in WRITING) for case in CASES] + [(case, False) for case in PLAIN if case in WRITING]
 IN_DIRECTION = [pytest.param(*c.values, d, id=f"{c.id}-{'causal' if d else 'bidirectional'}") for c, d in DIRECTED]
 
 
@@ -183,7 +183,7 @@ def test_right_padding(case, causal):
 
 
 @pytest.mark.few(3, each=True)
-@pytest.mark.parametrize("case", FORWARD)
+@pytest.mark.parametrize("case", WRITING)
 def test_padding_leaves_the_state(case):
     """A prompt padded at its end, then more tokens: as if the padding had not been there."""
     mixer, x = zoo.make(case), zoo.inputs(2, L)
@@ -205,7 +205,8 @@ AWKWARD = [(case, length) for case in CASES for length in ([1, 7, 63, 100] if ca
 @pytest.mark.parametrize("case, length", [pytest.param(*c.values, n, id=f"{c.id}-{n}") for c, n in AWKWARD])
 def test_truth(case, length):
     """Value and gradient equal the float64 reference: tight in float32, loose in float16 and looser in bfloat16."""
-    longest = length if MIXERS[case[0]].both_ways_only else max(n for _, n in AWKWARD)
+    # At one length for all that see no later token: what follows carries no weight, and must not reach what is before.
+    longest = max(n for _, n in AWKWARD) if case[0] in zoo.WRITERS else length
     variables, x, weight = jax.device_get(
         (zoo.params(zoo.make(case)), zoo.inputs(2, longest), zoo.inputs(2, longest, 1))
     )
@@ -216,7 +217,6 @@ def test_truth(case, length):
         return y[:, :length], pull[:, :length], jax.tree.leaves(grads)
 
     with jax.enable_x64(True):
-        # At one length for all: what follows carries no weight, and must not reach what comes before.
         heard = weight * (np.arange(longest) < length)[:, None]
         wide = jax.tree.map(lambda v: v.astype(np.float64), (variables, x, heard))
         *true, true_grads = value_and_grads(jnp.float64, zoo.reference(case), *wide, zoo.context(L=longest))
@@ -251,18 +251,8 @@ def test_cost(case):
     assert growth < mixer.cost + 0.25, growth
 
 
-@pytest.mark.parametrize("case", [case for case in BARE if case in ROWS])
-def test_what_mixes_whole_rows_is_refused_where_it_cannot(case):
-    """As a causal mixer, and with a state: by name."""
-    name, _, _ = case
-    with pytest.raises(UserError, match=rf"{name}.*causal.*closest"):
-        zoo.shapes(MIXERS[name](width=zoo.WIDTH, causal=True))
-    with pytest.raises(UserError, match=rf"{name}.*state.*closest"):
-        MIXERS[name](width=zoo.WIDTH, causal=False).init_state(1, 4)
-
-
 @pytest.mark.quick
-@pytest.mark.parametrize("case", FORWARD)
+@pytest.mark.parametrize("case", WRITING)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["f32", "bf16"])
 def test_state(case, dtype):
     """`state_bytes` is what the arrays hold, before and after use; recurrent states stay in float32."""

@@ -18,7 +18,7 @@ from model.ops import attention as op
 from model.ops.attention import Bias, attention
 from model.ops.mask import CAUSAL, FULL, Mask, Prefix, window
 from model.positions import POSITIONS
-from tests import meshes
+from tests import meshes, zoo
 from tests.meshes import laid, lowered, mesh_of
 from tests.test_attention import slope
 from train.sharding import AXES, shardings
@@ -31,10 +31,10 @@ WIDTH, LENGTH = 64, 512
 SETTINGS = {"mamba2": dict(head_dim=16, state=16)}
 
 
-def settings_of(name):
+def settings_of(name: str) -> dict:
     cls = MIXERS[name]
-    place = {"position": POSITIONS["rope"]} if cls.softmax else {}
-    return SETTINGS.get(name, {}) | place | dict(causal=not cls.both_ways_only)
+    place = {"position": POSITIONS["rope"]} if cls.softmax else {"causal": False} if cls.both_ways_only else {}
+    return SETTINGS.get(name, {}) | place
 
 
 @lru_cache(4)  # one for the tests of a mixer
@@ -81,7 +81,7 @@ PURE = [{axis: size} for axis in ("data", "fsdp", "tensor", "sequence") for size
 
 
 @pytest.mark.parametrize("chip", ["tpu", "gpu"])
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", [*zoo.FIRST_OF_KIN, "cross_attention"])
 def test_every_mixer_lowers_on_every_axis(name, chip):
     """Alone: of 4 devices on one platform and of 256 on the other, in turn."""
     cls = MIXERS[name]

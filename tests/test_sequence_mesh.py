@@ -130,9 +130,10 @@ def test_sharing_the_length_changes_nothing(op, sizes):
 
 
 # What holds each token's past in a state, or reads it by a convolution, and can be taken apart.
-# One token after another, or weights for every token of the longest row.
-WHOLE = ("rnn", "lstm", "gru", "linformer", "synthesizer")
-APART = [case for case in zoo.ALONE if not MIXERS[case].softmax and case not in WHOLE]
+LOOPS = ("rnn", "lstm", "gru")  # one token after another
+LOOKUPS = ("synthesizer",)  # weights for every token of the longest row, and attention by them
+APART = [name for name in zoo.WRITERS if not MIXERS[name].softmax and name not in LOOPS + LOOKUPS]
+APART += ["fnet", "nystrom"]  # whole rows, by what each device can say of its own stretch or channels
 STRETCH = 2048
 LITTLE = {"fnet": 1.5}  # it keeps nothing but the numbers that devices exchange, and so these are seen
 

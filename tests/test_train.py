@@ -48,8 +48,10 @@ def one_step(config, n: int = 1):
 MESH = [("mesh.data", "1"), ("mesh.fsdp", "2"), ("mesh.tensor", "2"), ("mesh.sequence", "2")]
 
 
-STACKS = [zoo.FORWARD[i::4] for i in range(4)]  # a model of several kinds of layers compiles faster than several models
-BOTH_WAYS = [name for name in zoo.ALONE if not MIXERS[name].forward_only]
+# A model of several kinds of layers compiles faster than several models.
+WRITERS = [name for name in zoo.FIRST_OF_KIN if name in zoo.WRITERS]
+STACKS = [WRITERS[i::4] for i in range(4)]
+BOTH_WAYS = [name for name in zoo.FIRST_OF_KIN if not MIXERS[name].forward_only]
 ROWS = [("mesh.data", "2"), ("mesh.fsdp", "2"), ("mesh.tensor", "2")]  # without the length
 SHARED = [(mixers, True, MESH) for mixers in STACKS] + [(BOTH_WAYS[i::2], False, ROWS) for i in range(2)]
 
@@ -113,10 +115,13 @@ def test_what_the_mesh_cannot_share_out_is_refused():
         prepare(load(("mesh.tensor", "-1")))
 
 
-@pytest.mark.parametrize("mixer, position", zoo.PAIRS)
+READERS = [(name, "none") for name in zoo.ALONE if name not in zoo.WRITERS]
+
+
+@pytest.mark.parametrize("mixer, position", zoo.PAIRS + READERS)
 def test_every_parameter_is_in_exactly_one_group(mixer, position):
     place = [(f"model.{position}.{key}", str(value)) for key, value in zoo.PLACES.get(position, {}).items()]
-    causal = ("model.causal", str(not MIXERS[mixer].both_ways_only))
+    causal = ("model.causal", str(mixer in zoo.WRITERS))
     run = prepare(load(("model.mixers", mixer), ("model.position", position), causal, *place))
     rules = group_rules(run.config.model)
     found = optim.groups(run.abstract.params, rules)  # raises where two rules claim one parameter

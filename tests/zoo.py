@@ -60,9 +60,13 @@ REFERENCE = {
 }
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
-FORWARD = [name for name in ALONE if not MIXERS[name].both_ways_only]
-# Every mixer once, and every position once more.
-PAIRS = [(name, "none") for name in ALONE] + [("attention", name) for name in POSITIONS if name != "none"]
+WRITERS = [name for name in ALONE if not MIXERS[name].both_ways_only]  # that can be causal, and so write token by token
+# Those that differ from another by a setting or by how they choose what to see: where whole models are built, trained
+# or lowered, that other stands for them.
+KIN: dict[str, tuple[str, ...]] = {}
+FIRST_OF_KIN = [name for name in ALONE if name not in sum(KIN.values(), ())]
+# Every mixer that writes once, and every position once more.
+PAIRS = [(name, "none") for name in WRITERS] + [("attention", name) for name in POSITIONS if name != "none"]
 # Rows of the laws as grids of three columns.
 PLACES = {name: {"columns": 3} for name, position in POSITIONS.items() if position.on_grid}
 INSIDE = [name for name, position in POSITIONS.items() if position.needs_attention]
@@ -119,11 +123,11 @@ def placed(position: str):
 def make(case, **options) -> Mixer:
     name, settings, position = case
     place = {"position": placed(position)} if MIXERS[name].softmax else {}
+    if MIXERS[name].both_ways_only:
+        place["causal"] = False
     if not hasattr(MIXERS[name], "implementation"):  # there is but one
         options.pop("implementation", None)
-    if MIXERS[name].both_ways_only and "causal" not in settings:
-        options.setdefault("causal", False)
-    return MIXERS[name](width=WIDTH, **place, **settings, **options)
+    return MIXERS[name](width=WIDTH, **place | settings | options)
 
 
 def reference(case) -> str:
@@ -148,7 +152,8 @@ def params(mixer: Mixer):
     """Parameters away from their initial values, so that none is at a point where a bug would not show."""
     # Dtype and implementation change no parameter, direction and position few mixers': most share what is made here.
     plain = mixer.clone(dtype=jnp.float32, **({"implementation": None} if hasattr(mixer, "implementation") else {}))
-    for change in [{"causal": not mixer.both_ways_only}, *([{"position": POSITIONS["none"]}] if mixer.softmax else [])]:
+    changes = [{}] if mixer.both_ways_only else [{"causal": True}]
+    for change in [*changes, *([{"position": POSITIONS["none"]}] if mixer.softmax else [])]:
         simpler = plain.clone(**change)
         plain = simpler if shapes(simpler) == shapes(plain) else plain
     return moved(plain)

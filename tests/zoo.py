@@ -40,6 +40,7 @@ VARIANTS = {
     "linformer": [{"rank": 5, "longest": 100, "share": "none"}, {"rank": 5, "longest": 100, "share": "heads"}],
     "lru": [{"window": 4}],
     "lstm": [{"hidden": 12}],
+    "luna": [{"packed": 5, "tied": False}],
     "mamba": [{"norm": "learned", "dt_rank": 4}],
     "mamba2": [{"head_dim": 4, "n_groups": 2, "state": 8}],
     "mla": [{"q_rank": 8}, {"n_heads": 3, "head_dim": 6, "v_dim": 10}],

@@ -9,6 +9,7 @@ from model.mixers.fnet import FNet
 from model.mixers.fox import Fox
 from model.mixers.linformer import Linformer
 from model.mixers.lru import LRU
+from model.mixers.luna import Luna
 from model.mixers.mamba import Mamba
 from model.mixers.mamba2 import Mamba2
 from model.mixers.mla import MLA
@@ -33,6 +34,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "linformer": Linformer,
     "lstm": LSTM,
     "lru": LRU,
+    "luna": Luna,
     "mamba": Mamba,
     "mamba2": Mamba2,
     "mla": MLA,

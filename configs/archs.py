@@ -54,6 +54,7 @@ ARCHS = {
     "synthesizer": dict(mixers=("synthesizer",), position="sinusoidal", synthesizer=dict(longest=512)),
     # native sparse attention: compressed keys, the blocks they point to, and a window; all heads choose together
     "nsa": dict(mixers=("nsa",), position="rope", nsa=dict(n_kv_heads=1)),
+    "luna": dict(mixers=("luna",), position="sinusoidal"),  # 16 vectors a layer pack the tokens, which read them
     "s4d": dict(mixers=("s4d",)),  # diagonal state space, the same at every token
     "s4": dict(mixers=("s4",)),  # state space with HiPPO's matrix, diagonal plus low rank
     "s5": dict(mixers=("s5",)),  # one diagonal state space for all channels
@@ -137,6 +138,7 @@ MLP_WIDTHS = {
     "fnet": (272, 520, 1048, 2056),
     "nystrom": (184, 352, 704, 1376),
     "synthesizer": (32, 224, 616, 1376),
+    "luna": (160, 304, 616, 1200),
     "linformer": (96, 312, 680, 1368),
     "moba": (184, 352, 704, 1376),
     "mlstm": (184, 352, 704, 1376),

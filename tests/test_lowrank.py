@@ -7,6 +7,8 @@ import pytest
 
 from model.contract import Context
 from model.errors import UserError
+from model.mixers import MIXERS
+from model.mixers.whole_row import WholeRow
 from model.ops.fourier import product_mod
 from tests import zoo
 
@@ -140,3 +142,38 @@ def test_what_a_synthesizer_cannot_do_is_refused():
     for ask in (lambda: mixer.init(jax.random.key(0), zoo.inputs(1, 9), Context()), lambda: mixer.init_state(1, 9)):
         with pytest.raises(UserError, match=r"length 9 is past the longest .* 'synthesizer' .* closest: .*longest=9"):
             ask()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_luna_is_its_papers_definition(causal, tied):
+    def definition(p, x):
+        def of(name, x):
+            return np.einsum("ld,dhk->hlk", x, p[{"v": "k", "pv": "pk"}.get(name, name) if tied else name])
+
+        (n, D), H = x.shape, 4
+        root, pq, pk, q = np.sqrt(D // H), of("pq", p["P"]), of("pk", x), of("q", x)
+        if not causal:
+            packed = [softmax(pq[h] @ pk[h].T / root) @ of("pv", x)[h] for h in range(H)]
+            packed = np.concatenate(packed, axis=-1)
+            k, v = of("k", packed), of("v", packed)
+            return joined(p, np.stack([softmax(q[h] @ k[h].T / root) @ v[h] for h in range(H)]))
+        k, v, y = of("k", x), of("v", x), np.zeros((H, n, D // H))
+        for h in range(H):
+            scores = pk[h] @ pq[h].T / root
+            a = np.where(scores > 0, scores, np.exp(np.minimum(scores, 0)) - 1) + 1
+            for t in range(n):
+                keys = sum(np.outer(k[h, j], a[j]) for j in range(t + 1)) / (t + 1)
+                values = sum(np.outer(a[j], v[h, j]) for j in range(t + 1)) / (t + 1)
+                y[h, t] = softmax(q[h, t] @ keys / root) @ values
+        return joined(p, y)
+
+    alone("luna", definition, causal=causal, tied=tied, packed=5)
+
+
+@pytest.mark.parametrize("name", [name for name, mixer in MIXERS.items() if issubclass(mixer, WholeRow)])
+def test_whole_rows_have_no_state(name):
+    mixer = MIXERS[name](width=zoo.WIDTH, causal=False)
+    for ask in (mixer.init_state, lambda *_: mixer.init(jax.random.key(0), zoo.inputs(1, 4), Context(), {})):
+        with pytest.raises(UserError, match=rf"'{name}' mixes whole rows, and can carry no state .* closest mixer"):
+            ask(1, 4)

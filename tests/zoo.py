@@ -53,6 +53,7 @@ VARIANTS = {
     "local": [{"block": 10, "n_kv_heads": 1}],
     "lru": [{"window": 4}],
     "lstm": [{"hidden": 12}],
+    "luna": [{"packed": 5, "tied": False}],
     "mamba": [{"norm": "learned", "dt_rank": 4}],
     "mamba2": [{"head_dim": 4, "n_groups": 2, "state": 8}],
     "mega": [

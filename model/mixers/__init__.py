@@ -19,6 +19,7 @@ from model.mixers.linear import Linear
 from model.mixers.linformer import Linformer
 from model.mixers.local import Local
 from model.mixers.lru import LRU
+from model.mixers.luna import Luna
 from model.mixers.mamba import Mamba
 from model.mixers.mamba2 import Mamba2
 from model.mixers.mega import Mega
@@ -61,6 +62,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "local": Local,
     "lru": LRU,
     "lstm": LSTM,
+    "luna": Luna,
     "mamba": Mamba,
     "mamba2": Mamba2,
     "mega": Mega,

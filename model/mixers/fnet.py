@@ -1,6 +1,6 @@
 """FNet: a Fourier transform in the place of attention."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 
@@ -18,6 +18,8 @@ class FNet(WholeRow):
 
     scale: Positive | Literal["unitary"] = 1.0  # factor on the transform; unitary: it keeps the size of its input
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # None picks
+
+    last: ClassVar[str] = ""
 
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
         self.check(state)

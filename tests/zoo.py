@@ -34,7 +34,9 @@ VARIANTS = {
         {"n_heads": 3, "head_dim": 8, "bias": "all", "qk_norm": "all", "scale": 0.5, "gate": True},
     ],
     "b2s6": [{"blocks": 2, "state": 8}],
+    "block_sparse": [{"block": 10, "pattern": "100;110;101", "n_kv_heads": 2}],
     "dilated": [{"window": 3, "dilation": 2, "n_kv_heads": 2}],
+    "fixed": [{"stride": 9, "summary": 2, "n_kv_heads": 1}],
     "fox": [{"window": 4, "n_kv_heads": 2, "sinks": True}],
     "gru": [{"hidden": 12}],
     "local": [{"block": 10, "n_kv_heads": 1}],
@@ -48,15 +50,16 @@ VARIANTS = {
     "s4": [{"window": 4}],
     "s4d": [{"A_init": "inv", "state": 8}, {"A_init": "legs", "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
+    "strided": [{"stride": 3, "n_kv_heads": 2}],
 }
-SPARSE = ("local", "dilated")  # patterns of attention
+SPARSE = ("local", "dilated", "strided", "fixed", "block_sparse")  # patterns of attention
 REFERENCE = dict.fromkeys(("attention", "fox", "mla", *SPARSE), "reference")
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
 WRITERS = [name for name in ALONE if not MIXERS[name].both_ways_only]  # that can be causal, and so write token by token
 # Those that differ from another by a setting or by how they choose what to see: where whole models are built, trained
 # or lowered, that other stands for them.
-KIN: dict[str, tuple[str, ...]] = {}
+KIN: dict[str, tuple[str, ...]] = {"local": ("dilated", "block_sparse")}
 FIRST_OF_KIN = [name for name in ALONE if name not in sum(KIN.values(), ())]
 # Every mixer that writes once, and every position once more.
 PAIRS = [(name, "none") for name in WRITERS] + [("attention", name) for name in POSITIONS if name != "none"]

@@ -3,6 +3,7 @@
 from model.contract import Mixer
 from model.mixers.attention import Attention
 from model.mixers.b2s6 import B2S6
+from model.mixers.block_sparse import BlockSparse
 from model.mixers.cross_attention import CrossAttention
 from model.mixers.dilated import Dilated
 from model.mixers.dss import DSS
@@ -19,13 +20,16 @@ from model.mixers.rwkv6 import RWKV6
 from model.mixers.s4 import S4
 from model.mixers.s4d import S4D
 from model.mixers.s5 import S5
+from model.mixers.strided import Fixed, Strided
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
     "b2s6": B2S6,
+    "block_sparse": BlockSparse,
     "cross_attention": CrossAttention,
     "dilated": Dilated,
     "dss": DSS,
+    "fixed": Fixed,
     "fox": Fox,
     "gru": GRU,
     "local": Local,
@@ -41,4 +45,5 @@ MIXERS: dict[str, type[Mixer]] = {
     "s4": S4,
     "s4d": S4D,
     "s5": S5,
+    "strided": Strided,
 }

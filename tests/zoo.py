@@ -34,6 +34,7 @@ VARIANTS = {
         {"n_heads": 3, "head_dim": 8, "bias": "all", "qk_norm": "all", "scale": 0.5, "gate": True},
     ],
     "b2s6": [{"blocks": 2, "state": 8}],
+    "bigbird": [{"block": 5, "near_blocks": 1, "random_blocks": 1, "n_kv_heads": 2}],
     "block_sparse": [{"block": 10, "pattern": "100;110;101", "n_kv_heads": 2}],
     "dilated": [{"window": 3, "dilation": 2, "n_kv_heads": 2}],
     "fixed": [{"stride": 9, "summary": 2, "n_kv_heads": 1}],
@@ -52,7 +53,7 @@ VARIANTS = {
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "strided": [{"stride": 3, "n_kv_heads": 2}],
 }
-SPARSE = ("local", "dilated", "strided", "fixed", "block_sparse")  # patterns of attention
+SPARSE = ("local", "dilated", "strided", "fixed", "block_sparse", "bigbird")  # patterns of attention
 REFERENCE = dict.fromkeys(("attention", "fox", "mla", *SPARSE), "reference")
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]

@@ -3,6 +3,7 @@
 from model.contract import Mixer
 from model.mixers.attention import Attention
 from model.mixers.b2s6 import B2S6
+from model.mixers.bigbird import BigBird
 from model.mixers.block_sparse import BlockSparse
 from model.mixers.cross_attention import CrossAttention
 from model.mixers.dilated import Dilated
@@ -25,6 +26,7 @@ from model.mixers.strided import Fixed, Strided
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
     "b2s6": B2S6,
+    "bigbird": BigBird,
     "block_sparse": BlockSparse,
     "cross_attention": CrossAttention,
     "dilated": Dilated,

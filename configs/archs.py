@@ -29,6 +29,10 @@ ARCHS = {
     "window": dict(mixers=("attention",), position="rope", attention=dict(window=64)),  # each token sees the last 64
     "local": dict(mixers=("local",), position="rope"),  # each token sees its own block of 64
     "dilated": dict(mixers=("dilated",), position="rope"),  # each token sees every fourth of the last 256
+    "strided": dict(mixers=("strided",), position="rope"),  # heads see the last 64, or every 64th
+    "fixed": dict(mixers=("fixed",), position="rope"),  # heads see their own 64, or the last 8 of every 64
+    "block_sparse": dict(mixers=("block_sparse",), position="rope"),  # blocks of 64 by a table
+    "bigbird": dict(mixers=("bigbird",), position="rope"),  # blocks of 64: the near, the first, and 3 at random
     "mla": dict(mixers=("mla",), position="rope"),  # multi-head latent attention: a compressed key-value cache
     "fox": dict(mixers=("fox",)),  # softmax attention that forgets as tokens decide, in the place of positions
     "linear": dict(mixers=("linear",)),  # linear attention: sums of keys and values in place of scores
@@ -126,6 +130,10 @@ MLP_WIDTHS = {
     "window": (184, 352, 704, 1376),
     "local": (184, 352, 704, 1376),
     "dilated": (184, 352, 704, 1376),
+    "strided": (184, 352, 704, 1376),
+    "fixed": (184, 352, 704, 1376),
+    "block_sparse": (184, 352, 704, 1376),
+    "bigbird": (184, 352, 704, 1376),
     "fox": (184, 352, 704, 1376),
     "mega": (48, 136, 320, 648),
     "mega_chunk": (48, 136, 320, 648),

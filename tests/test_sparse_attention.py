@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from model.contract import Context
+from model.errors import UserError
 from model.mixers import MIXERS
+from model.ops.block_attention import in_parts
 from model.ops.mask import CAUSAL, Prefix, block_matrix, window
-from model.ops.patterns import Chunk, Columns, Dilated, FirstQueries
+from model.ops.patterns import BigBird, Chunk, Columns, Dilated, FirstQueries, Table
 from tests import zoo
 from tests.test_mask import pairs_of
 
@@ -26,6 +28,16 @@ def columns(n, last, ahead):
     return lambda q, k: q == k or (k % n >= n - last and (ahead or k <= q))
 
 
+def table(*rows):
+    def truth(q, k):
+        i, j = q // 5, k // 5
+        while max(i, j) >= len(rows):
+            i, j = i - 1, j - 1
+        return min(i, j) >= 0 and rows[i][j] == "1"
+
+    return truth
+
+
 MASKS = {
     "chunk": (Chunk(7), lambda q, k: q // 7 == k // 7),
     "causal chunk": (Chunk(7) & CAUSAL, lambda q, k: q // 7 == k // 7 and k <= q),
@@ -33,6 +45,7 @@ MASKS = {
     "strided": (Dilated(5, None, 0), every(5, 1000, 0)),
     "columns": (Columns(8, 2, None), columns(8, 2, True)),
     "causal columns": (Columns(8, 3, 0), columns(8, 3, False)),
+    "table": (Table(5, ("101", "110", "011")), table("101", "110", "011")),
     "first queries": (FirstQueries(4), lambda q, k: q < 4),
     "global": (Prefix(3) | window(4) | FirstQueries(3), lambda q, k: min(q, k) < 3 or abs(q - k) < 4),
 }
@@ -61,6 +74,34 @@ def test_a_pattern_is_its_definition_and_its_blocks_hide_nothing(mask, truth):
         assert reach is None or distance[seen].max() <= reach
 
 
+def test_only_what_a_pattern_shows_is_listed():
+    """Blocks of 64 tokens of 4,096, of which each has so many to look at, and no block more."""
+    found = {mask: block_matrix(mask, 64, 64, 64, 64).sum(1) for mask in (Chunk(64), Dilated(1, 63, 0), Prefix(64))}
+    assert [counts.max() for counts in found.values()] == [1, 2, 1]
+    matrix = block_matrix(Prefix(64) | window(65) | FirstQueries(64), 64, 64, 64, 64)
+    first, others = sorted(in_parts(matrix), key=lambda part: len(part.rows))
+    assert first.keys.shape == (1, 64) and others.keys.shape == (63, 4)
+    listed = np.zeros_like(matrix)
+    for part in (first, others):
+        for row, keys in zip(part.rows, part.keys, strict=True):
+            listed[row, keys[keys >= 0]] = True
+    np.testing.assert_array_equal(listed, matrix)
+
+
+def test_random_blocks_are_drawn_for_good_and_evenly():
+    """By the seed and the block's number, whatever the length; each earlier block as often as another."""
+    one, other = (BigBird(4, 1, 2, 3, seed) for seed in (0, 1))
+    i, j = np.mgrid[:400, :400]
+    seen = one.shows(i, j)
+    assert (seen == seen.T).all() and (seen != other.shows(i, j)).any()
+    np.testing.assert_array_equal(seen[:50, :50], one.shows(*np.mgrid[:50, :50]))
+    earlier = np.tril(seen, -2)[:, 1:]
+    assert (earlier[5:].sum(1) == 3).all()
+    share = np.concatenate([np.flatnonzero(row) / (i - 2) for i, row in enumerate(earlier) if i > 20])
+    counts, _ = np.histogram(share, bins=6, range=(0, 1))
+    assert counts.min() > 0.8 * counts.max(), counts
+
+
 # Mixers
 
 
@@ -76,9 +117,25 @@ def definition(mixer, p, x, sees):
     return np.einsum("lhk,hkd->ld", y, p["out"]["kernel"])
 
 
+# By seed 5, of blocks from the third on: one of each half of those between the first and its neighbour. For good: a
+# model that was trained with them has them.
+DRAWN = [[], [], [], [1], [1, 2], [1, 3], [2, 3], [1, 5], [3, 5], [3, 6], [4, 5], [4, 8]]
+
+
+def bigbird(h, i, j):
+    """Of blocks of 3: near ones, the first, and what either has drawn."""
+    i, j = i // 3, j // 3
+    return abs(i - j) < 2 or 0 in (i, j) or i in DRAWN[j] or j in DRAWN[i]
+
+
 DEFINITIONS = {
     "local": (dict(block=5), lambda h, i, j: i // 5 == j // 5),
     "dilated": (dict(window=3, dilation=4), lambda h, i, j: abs(i - j) in (0, 4, 8)),
+    "strided": (dict(stride=5), lambda h, i, j: (i - j) % 5 == 0 if h % 2 else abs(i - j) <= 5),
+    "fixed": (dict(stride=5, summary=2), lambda h, i, j: i == j or j % 5 > 2 if h % 2 else i // 5 == j // 5),
+    "bigbird": (dict(block=3, near_blocks=2, random_blocks=2, seed=5), bigbird),
+    # Of blocks of 4 tokens: their own, the one before, and that three before.
+    "block_sparse": (dict(block=4), lambda h, i, j: i // 4 - j // 4 in (0, 1, 3)),
 }
 
 
@@ -140,6 +197,10 @@ def memory(*call) -> int:
 COSTS = {  # settings at a length
     "local": lambda L: dict(block=32),
     "dilated": lambda L: dict(window=16, dilation=4),
+    "strided": lambda L: dict(stride=int(L**0.5)),
+    "fixed": lambda L: dict(stride=int(L**0.5), summary=4),
+    "block_sparse": lambda L: dict(block=32),
+    "bigbird": lambda L: dict(block=16),
 }
 
 
@@ -152,14 +213,14 @@ def sized(name: str, L: int, causal: bool = True):
 
 def most(name: str) -> float:
     """How many times as much at four times the length."""
-    return 4.6 if MIXERS[name].cost == 1 else 9
+    return 9 if MIXERS[name].work == 1.5 else 4.6
 
 
 @DIRECTIONS
 @pytest.mark.parametrize("name", COSTS)
 def test_work_is_that_of_the_pattern(name, causal):
     """From L to 4 L: a mask over all pairs would have 16 times the work."""
-    few, many = (work(sized(name, L, causal), L) for L in (1024, 4096))
+    few, many = (work(sized(name, L, causal), L) for L in (4096, 16384))
     assert many < most(name) * few, many / few
 
 
@@ -171,7 +232,7 @@ def test_memory_is_that_of_the_pattern(name, causal):
     assert many < most(name) * few, many / few
 
 
-@pytest.mark.parametrize("name", ["local", "dilated"])
+@pytest.mark.parametrize("name", ["local", "dilated", "strided", "fixed", "block_sparse"])
 def test_packed_rows_cost_no_more(name):
     """Where it is known how far a pattern reaches; less than twice as much as where documents are not packed."""
     few, many = (work(sized(name, L), L, np.ones((1, L), int)) for L in (1024, 4096))
@@ -182,3 +243,23 @@ def test_the_count_tells_a_mask_over_all_pairs_from_a_pattern():
     """What the laws above are to catch: the same attention by masking."""
     few, many = (work(sized("local", L).clone(implementation="xla"), L) for L in (1024, 4096))
     assert many > 12 * few
+
+
+# Refusals
+
+
+REFUSED = {
+    "one head for two patterns": ("strided", dict(n_heads=1), "n_heads 1 is too few for 2 patterns .* closest: 2"),
+    "a summary of more than there is": ("fixed", dict(stride=4, summary=5), "summary 5 is more than .* closest: 4"),
+    "a table that is no square": ("block_sparse", dict(pattern="10;111"), "'10;111' is no square of 0 and 1"),
+    "a table that sees ahead": ("block_sparse", dict(pattern="11;01"), "lets block 0 see block 1, which comes later"),
+    "a block that is hidden from itself": ("block_sparse", dict(pattern="10;10"), "hides block 1 from itself"),
+    "a block of nothing": ("local", dict(block=0), "block is 0; allowed: a whole number from 1 .* closest: 1"),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("name", "settings", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_mistakes_are_told_by_name(name, settings, message):
+    with pytest.raises(UserError, match=message):
+        zoo.params(MIXERS[name](width=zoo.WIDTH, **settings))

@@ -36,7 +36,10 @@ VARIANTS = {
     "b2s6": [{"blocks": 2, "state": 8}],
     "cosformer": [{"longest": 30, "n_heads": 2}],
     "deltanet": [{"head_dim": 8, "conv": 2}],
+    "bigbird": [{"block": 5, "near_blocks": 1, "random_blocks": 1, "n_kv_heads": 2}],
+    "block_sparse": [{"block": 10, "pattern": "100;110;101", "n_kv_heads": 2}],
     "dilated": [{"window": 3, "dilation": 2, "n_kv_heads": 2}],
+    "fixed": [{"stride": 9, "summary": 2, "n_kv_heads": 1}],
     "fox": [{"window": 4, "n_kv_heads": 2, "sinks": True}],
     "gated_deltanet": [{"head_dim": 8, "expand": 1}],
     "gla": [{"n_heads": 2, "key_dim": 5, "rank": 3}],
@@ -79,6 +82,10 @@ VARIANTS = {
     "synthesizer": [{"kind": "random", "longest": 100}, {"kind": "factorized", "longest": 100, "rank": 3}],
     "slstm": [{"n_heads": 2, "conv": 2}],
 }
+    "strided": [{"stride": 3, "n_kv_heads": 2}],
+}
+SPARSE = ("local", "dilated", "strided", "fixed", "block_sparse", "bigbird")  # patterns of attention
+REFERENCE = dict.fromkeys(("attention", "fox", "mla", *SPARSE), "reference")
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
 WRITERS = [name for name in ALONE if not MIXERS[name].both_ways_only]  # that can be causal, and so write token by token
@@ -92,6 +99,7 @@ KIN = {
     "s4d": ("dss",),
     "lstm": ("gru", "rnn"),
 }
+KIN: dict[str, tuple[str, ...]] = {"local": ("dilated", "block_sparse")}
 FIRST_OF_KIN = [name for name in ALONE if name not in sum(KIN.values(), ())]
 # Every mixer that writes once, and every position once more.
 PAIRS = [(name, "none") for name in WRITERS] + [("attention", name) for name in POSITIONS if name != "none"]

@@ -4,6 +4,8 @@ from model.contract import Mixer
 from model.mixers.attention import Attention
 from model.mixers.b2s6 import B2S6
 from model.mixers.cosformer import Cosformer
+from model.mixers.bigbird import BigBird
+from model.mixers.block_sparse import BlockSparse
 from model.mixers.cross_attention import CrossAttention
 from model.mixers.deltanet import DeltaNet
 from model.mixers.dilated import Dilated
@@ -40,16 +42,20 @@ from model.mixers.s4d import S4D
 from model.mixers.s5 import S5
 from model.mixers.synthesizer import Synthesizer
 from model.mixers.slstm import SLSTM
+from model.mixers.strided import Fixed, Strided
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
     "b2s6": B2S6,
     "cosformer": Cosformer,
+    "bigbird": BigBird,
+    "block_sparse": BlockSparse,
     "cross_attention": CrossAttention,
     "deltanet": DeltaNet,
     "dilated": Dilated,
     "dss": DSS,
     "fnet": FNet,
+    "fixed": Fixed,
     "fox": Fox,
     "gated_deltanet": GatedDeltaNet,
     "gla": GLA,
@@ -83,4 +89,5 @@ MIXERS: dict[str, type[Mixer]] = {
     "s5": S5,
     "synthesizer": Synthesizer,
     "slstm": SLSTM,
+    "strided": Strided,
 }

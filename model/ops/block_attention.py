@@ -2,8 +2,8 @@
 
 Every block of queries has a static list of the blocks of keys of which it sees some. Step s of a scan takes the s-th
 block of all lists, for all query blocks at once, by the online softmax; backward the same steps are taken again from
-the log-sum-exp. So work is that of the lists, and memory grows with the length. Lists are filled up to equal sizes; a
-few that are much longer than the others (of tokens that see everything) are a scan of their own.
+the log-sum-exp. So work is that of the lists, and memory grows with the length. Lists are filled up to equal sizes;
+those that are much longer than others (of tokens that see everything) have a scan of their own.
 
 What a list has is known when traced where positions are 0, 1, 2, ... In packed rows without gaps inside documents a
 mask of bounded reach is known too, by distance alone. Any other call (caches; packed rows and a mask of any reach) is
@@ -81,21 +81,30 @@ def tile_size(mask: Mask, most: int = 128) -> int:
     return grain if grain <= most else next(parts, grain)
 
 
+LEAST = 0.1  # of all work, which another scan must save
+
+
 def in_parts(matrix: np.ndarray) -> list[Lists]:
-    """The lists of a block matrix, in one part or in two: whichever leaves the least to fill up, if it is much less."""
-    counts, (n, M) = np.maximum(matrix.sum(1), 1), matrix.shape
+    """The lists of a block matrix, in parts of about equal length: in each, lists are filled up to the longest."""
+    counts = matrix.sum(1)
     order = np.argsort(~matrix, axis=1, kind="stable").astype(np.int32)
-    listed = np.where(np.arange(M) < matrix.sum(1, keepdims=True), order, -1)
+    listed = np.where(np.arange(matrix.shape[1]) < counts[:, None], order, -1)
+    sizes, of_size = np.unique(np.maximum(counts, 1), return_counts=True)
 
-    def part(rows: np.ndarray) -> Lists:
-        return Lists(rows.astype(np.int32), listed[rows, : counts[rows].max()])
+    def work(ends: list[int]) -> int:
+        """Where parts end with the sizes at these places."""
+        parts = zip([0, *(end + 1 for end in ends[:-1])], ends, strict=True)
+        return sum(int(of_size[first : end + 1].sum() * sizes[end]) for first, end in parts)
 
-    sizes, most = np.unique(counts), counts.max()
-    work = [(counts <= size).sum() * size + (counts > size).sum() * most for size in sizes]
-    best = sizes[np.argmin(work)]
-    if min(work) > 0.8 * n * most:
-        return [part(np.arange(n))]
-    return [part(np.flatnonzero(counts <= best)), part(np.flatnonzero(counts > best))]
+    ends = [len(sizes) - 1]
+    while others := [sorted([*ends, end]) for end in range(len(sizes)) if end not in ends]:
+        best = min(others, key=work)
+        if work(best) > (1 - LEAST) * work(ends):
+            break
+        ends = best
+    part = np.searchsorted(sizes[ends], counts)
+    rows = [np.flatnonzero(part == i).astype(np.int32) for i in range(len(ends))]
+    return [Lists(own, listed[own, : sizes[end]]) for own, end in zip(rows, ends, strict=True)]
 
 
 def together(parts: list[jax.Array], order: np.ndarray) -> jax.Array:

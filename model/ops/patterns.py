@@ -14,6 +14,11 @@ from model.errors import UserError
 from model.ops.mask import FULL, Array, Band, Block, Mask, Reach
 
 
+def library(*arrays: Array):
+    """What computes with these: numpy, where all of them are known when traced."""
+    return jnp if any(isinstance(x, jax.Array) for x in arrays) else np
+
+
 @dataclasses.dataclass(frozen=True)
 class OfBlocks(Mask):
     """A mask that is told by blocks of `n` positions: a subclass says which see which."""
@@ -30,7 +35,7 @@ class OfBlocks(Mask):
     def block(self, q_low: Array, q_high: Array, k_low: Array, k_high: Array) -> Block:
         i, j = q_low // self.n, k_low // self.n
         shown, one = self.shows(i, j), (q_high // self.n == i) & (k_high // self.n == j)
-        return Block(shown | ~one, shown & one)
+        return Block(shown | (one == 0), shown & one)
 
     def grain(self) -> int:
         return self.n
@@ -76,7 +81,7 @@ class Table(OfBlocks):
 
     def shows(self, i: Array, j: Array) -> Array:
         P = len(self.rows)
-        xp = jnp if isinstance(i, jax.Array) or isinstance(j, jax.Array) else np
+        xp = library(i, j)
         shift = xp.maximum(xp.maximum(i, j) - (P - 1), 0)
         inside = (i >= shift) & (j >= shift)
         return inside & xp.asarray(self.table)[xp.maximum(i - shift, 0), xp.maximum(j - shift, 0)]
@@ -148,3 +153,44 @@ class FirstQueries(Mask):
 
     def block(self, q_low: Array, q_high: Array, k_low: Array, k_high: Array) -> Block:
         return Block(q_low < self.n, q_high < self.n)
+
+
+MIX = (0x7FEB352D, 0x846CA68B)  # multipliers that spread bits (https://github.com/skeeto/hash-prospector)
+
+
+def drawn(seed: int, i: Array, t: int) -> Array:
+    """The t-th random number of block i, uint32."""
+    xp = library(i)
+    start = (seed * 0x9E3779B1 + (t + 1) * 0xC2B2AE3D) % 2**32
+    x = xp.atleast_1d(i).astype(xp.uint32) * xp.uint32(0x85EBCA77) + xp.uint32(start)
+    for shift, factor in ((16, MIX[0]), (15, MIX[1])):
+        x = (x ^ (x >> shift)) * xp.uint32(factor)
+    return (x ^ (x >> 16)).reshape(xp.shape(i))
+
+
+@dataclasses.dataclass(frozen=True)
+class BigBird(OfBlocks):
+    """Blocks less than `near` apart, the first ones, and `random` earlier ones that each block draws.
+
+    What a block draws is told by the seed and the block's number alone, however long the document becomes: one from
+    each of as many equal parts of the blocks before it that it does not see anyway. A draw is seen from both its ends.
+    """
+
+    first: int  # blocks that see all and that all see
+    near: int
+    random: int
+    seed: int
+
+    def shows(self, i: Array, j: Array) -> Array:
+        seen = (abs(i - j) < self.near) | (i < self.first) | (j < self.first)
+        for t in range(self.random):
+            seen = seen | self.draws(i, j, t) | self.draws(j, i, t)
+        return seen
+
+    def draws(self, i: Array, j: Array, t: int) -> Array:
+        """Whether j is the t-th draw of i."""
+        xp = library(i, j)
+        others = xp.maximum(i - self.near + 1 - self.first, 0)
+        begin, end = t * others // self.random, (t + 1) * others // self.random
+        place = drawn(self.seed, i, t) % xp.maximum(end - begin, 1).astype(xp.uint32)
+        return (end > begin) & (j == self.first + begin + place.astype(xp.int32))

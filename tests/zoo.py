@@ -46,13 +46,21 @@ VARIANTS = {
         {"length": 2, "stride": 2, "block": 4, "top": 4, "sliding": 3, "n_kv_heads": 1},
         {"length": 4, "stride": 2, "block": 6, "top": 4, "sliding": 3, "n_kv_heads": 2},
     ],
+    "reformer": [{"chunk": 3, "n_buckets": 2, "rounds": 4}],
     "rglru": [{"inner": 24, "n_heads": 2}],
     "rwkv6": [{"head_dim": 8, "mix_rank": 3}],
     "s4": [{"window": 4}],
     "s4d": [{"A_init": "inv", "state": 8}, {"A_init": "legs", "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
 }
-REFERENCE = {"attention": "reference", "fox": "reference", "mla": "reference", "moba": "reference", "nsa": "reference"}
+REFERENCE = {
+    "attention": "reference",
+    "fox": "reference",
+    "mla": "reference",
+    "moba": "reference",
+    "nsa": "reference",
+    "reformer": "reference",
+}
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
 # Every mixer once, and every position once more.

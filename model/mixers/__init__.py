@@ -13,6 +13,7 @@ from model.mixers.mla import MLA
 from model.mixers.moba import MoBA
 from model.mixers.nsa import NSA
 from model.mixers.recurrent import GRU, LSTM, RNN
+from model.mixers.reformer import Reformer
 from model.mixers.rglru import RGLRU
 from model.mixers.rwkv import RWKV
 from model.mixers.rwkv6 import RWKV6
@@ -34,6 +35,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "mla": MLA,
     "moba": MoBA,
     "nsa": NSA,
+    "reformer": Reformer,
     "rglru": RGLRU,
     "rnn": RNN,
     "rwkv": RWKV,

@@ -59,6 +59,7 @@ ARCHS = {
     # native sparse attention: compressed keys, the blocks they point to, and a window; all heads choose together
     "nsa": dict(mixers=("nsa",), position="rope", nsa=dict(n_kv_heads=1)),
     "luna": dict(mixers=("luna",), position="sinusoidal"),  # 16 vectors a layer pack the tokens, which read them
+    "reformer": dict(mixers=("reformer",), position="rope"),  # softmax attention among tokens that are hashed alike
     "s4d": dict(mixers=("s4d",)),  # diagonal state space, the same at every token
     "s4": dict(mixers=("s4",)),  # state space with HiPPO's matrix, diagonal plus low rank
     "s5": dict(mixers=("s5",)),  # one diagonal state space for all channels
@@ -153,6 +154,7 @@ MLP_WIDTHS = {
     "performer": (184, 352, 704, 1376),
     "cosformer": (184, 352, 704, 1376),
     "nsa": (96, 184, 384, 744),
+    "reformer": (208, 392, 792, 1544),
     "s4d": (184, 400, 832, 1680),
     "s4": (136, 352, 784, 1632),
     "s5": (184, 400, 832, 1680),

@@ -8,17 +8,18 @@ import pytest
 from model.contract import Context
 from model.errors import UserError
 from model.mixers import MIXERS
+from model.ops.lsh import rotations
 from tests import zoo
 
 H, L = 4, 23
 
 
-def made(name: str, **settings):
+def made(name: str, causal: bool = True, **settings):
     """A mixer in float64, its parameters and inputs, and what comes out; call with x64 enabled."""
-    mixer = zoo.make((name, settings, "none"), dtype=jnp.float64)
+    mixer = zoo.make((name, settings, "none"), dtype=jnp.float64, causal=causal)
     variables = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), zoo.params(mixer))
     x = np.random.default_rng(0).normal(size=(1, L, zoo.WIDTH))
-    y, _ = mixer.apply(variables, x, Context())
+    y, _ = jax.jit(mixer.apply)(variables, x, Context())
     return variables["params"], x[0], np.asarray(y[0])
 
 
@@ -107,6 +108,49 @@ def test_nsa_is_the_papers(settings):
                 near = slice(max(0, t - w + 1), t + 1)
                 heads[t, h] += gate[t, h, 2] * look(q[t, h], k["near"][near, g], v["near"][near, g])[0]
     np.testing.assert_allclose(y, out(params, heads), atol=1e-10)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("chunk", "n_buckets", "rounds"), [(3, 4, 2), (4, 6, 1), (64, 8, 3)])
+def test_reformer_is_the_papers(chunk, n_buckets, rounds, causal):
+    with jax.enable_x64(True):
+        params, x, y = made("reformer", chunk=chunk, n_buckets=n_buckets, rounds=rounds, causal=causal)
+    qk, v = (projected(params, name, x) for name in ("qk", "v"))
+    keys = qk / np.sqrt(np.sum(qk**2, -1, keepdims=True) + 1e-6 * qk.shape[-1])
+    directions = rotations(0, H, qk.shape[-1], rounds, n_buckets).astype(np.float64)
+    heads = np.zeros_like(v)
+    for h in range(H):
+        found, sums = np.zeros((rounds, L, v.shape[-1])), np.zeros((rounds, L))
+        for r in range(rounds):
+            turned = qk[:, h] @ directions[h, :, r]
+            bucket = np.argmax(np.concatenate([turned, -turned], axis=-1), axis=-1)
+            ranks = sorted(range(L), key=lambda t, b=bucket: (b[t], t))
+            for t in range(L):
+                if causal:
+                    seen = [s for s in range(t) if bucket[s] == bucket[t]][-chunk:]
+                else:
+                    chunks = ranks.index(t) // chunk, ranks.index(t) // chunk - 1
+                    seen = [s for s in range(L) if s != t and ranks.index(s) // chunk in chunks]
+                scores = np.array([qk[t, h] @ keys[s, h] for s in seen] or [-1e5])
+                sums[r, t] = np.log(np.sum(np.exp(scores - scores.max()))) + scores.max()
+                found[r, t] = softmax(scores) @ v[seen or [t], h]
+        for t in range(L):
+            heads[t, h] = softmax(sums[:, t]) @ found[:, t]
+    np.testing.assert_allclose(y, out(params, heads), atol=1e-10)
+
+
+def test_reformers_chunks_are_those_of_each_document():
+    """Both ways, where documents begin anywhere and padding lies between: as by all scores, in values and gradients."""
+    rng, n = np.random.default_rng(1), 40
+    segments = np.sort(rng.integers(1, 4, (2, n)), axis=1) * (rng.random((2, n)) > 0.2)
+    x, weight = rng.normal(size=(2, 2, n, zoo.WIDTH)).astype(np.float32) * (segments > 0)[..., None]
+    case = ("reformer", {"chunk": 3, "n_buckets": 4}, "rope")
+    sort, every = (
+        zoo.run(zoo.make(case, causal=False, implementation=one), x, weight, zoo.context(segments))
+        for one in (None, "reference")
+    )
+    for one, other in zip(sort, every, strict=True):
+        np.testing.assert_allclose(one[segments > 0], other[segments > 0], atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["moba", "nsa"])

@@ -73,6 +73,7 @@ VARIANTS = {
     ],
     "performer": [{"n_features": 9, "seed": 1, "head_dim": 6}],
     "retention": [{"expand": 1, "n_heads": 2}],
+    "reformer": [{"chunk": 3, "n_buckets": 2, "rounds": 4}],
     "rglru": [{"inner": 24, "n_heads": 2}],
     "rwkv6": [{"head_dim": 8, "mix_rank": 3}],
     "rwkv7": [{"head_dim": 8, "decay_rank": 3, "rate_rank": 2, "gate_rank": 5}],
@@ -86,6 +87,14 @@ VARIANTS = {
 }
 SPARSE = ("local", "dilated", "strided", "fixed", "block_sparse", "bigbird")  # patterns of attention
 REFERENCE = dict.fromkeys(("attention", "fox", "mla", *SPARSE), "reference")
+REFERENCE = {
+    "attention": "reference",
+    "fox": "reference",
+    "mla": "reference",
+    "moba": "reference",
+    "nsa": "reference",
+    "reformer": "reference",
+}
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
 WRITERS = [name for name in ALONE if not MIXERS[name].both_ways_only]  # that can be causal, and so write token by token

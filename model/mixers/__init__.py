@@ -33,6 +33,7 @@ from model.mixers.nystrom import Nystrom
 from model.mixers.performer import Performer
 from model.mixers.recurrent import GRU, LSTM, RNN
 from model.mixers.retention import Retention
+from model.mixers.reformer import Reformer
 from model.mixers.rglru import RGLRU
 from model.mixers.rwkv import RWKV
 from model.mixers.rwkv6 import RWKV6
@@ -79,6 +80,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "nystrom": Nystrom,
     "performer": Performer,
     "retention": Retention,
+    "reformer": Reformer,
     "rglru": RGLRU,
     "rnn": RNN,
     "rwkv": RWKV,

@@ -191,11 +191,7 @@ def attend(
     rows and groups of heads, and of those the whole length.
     """
     form, learned, where = prepare(q, k, v, chosen, order, size, bias, q_positions, k_positions)
-    G, whole = q.shape[2], placement.shards("length", k.shape[1]) > 1
-    # Devices that share the length take heads in the place of tokens, where there are enough.
-    heads = next((name for name in (("heads", "length"), "heads") if placement.shards(name, G) > 1), None)
-    if whole and (heads is None or heads == "heads"):
-        gathers("attention to chosen blocks")
+    heads = shared_heads("attention to chosen blocks", q.shape[2], k.shape[1])
 
     def lying(x, *names):
         return placement.spec(names + (None,) * (x.ndim - len(names)), x.shape)
@@ -207,6 +203,17 @@ def attend(
     others = (lying(x, "batch") for x in (where.index, where.q_positions, where.k_positions))
     of_where = Places(lying(where.chosen, "batch", None, heads), *others)
     return placement.on_each_device(partial(_attend, form), (of_learned, of_where), of_learned.q)(learned, where)
+
+
+def shared_heads(what: str, G: int, M: int) -> placement.Name:
+    """By which logical axes devices share G heads, of which each is to have the whole length M.
+
+    Devices that share the length take heads in the place of tokens, where there are enough.
+    """
+    heads = next((name for name in (("heads", "length"), "heads") if placement.shards(name, G) > 1), None)
+    if placement.shards("length", M) > 1 and not isinstance(heads, tuple):
+        gathers(what)
+    return heads
 
 
 def weights_of_all(
@@ -233,19 +240,25 @@ def prepare(q, k, v, chosen, order, size, bias, q_positions, k_positions) -> tup
     """A call with tokens in order and the parameters of its bias by groups of heads."""
     (B, L, G, R, K), M = q.shape, k.shape[1]
 
-    def by_group(leaf, names):
-        if "heads" not in names:
-            return jnp.broadcast_to(leaf, (G, *leaf.shape))
-        axis = names.index("heads")
-        return jnp.moveaxis(leaf.reshape(*leaf.shape[:axis], G, R, *leaf.shape[axis + 1 :]), axis, 0)
-
-    params = None if bias is None else jax.tree.map(by_group, bias.params, bias.axes)
+    params = None if bias is None else by_group(bias, G, R)
     form = Form(size, K**-0.5, None if bias is None else bias.fn)
     learned = Learned(q, order.moved(k), order.moved(v), params)
     q_positions, k_positions = jnp.broadcast_to(q_positions, (B, L)), jnp.broadcast_to(k_positions, (B, M))
     if order.there is not None:
         k_positions = jnp.take_along_axis(k_positions, jnp.maximum(order.there, 0), axis=1)
     return form, learned, Places(chosen, order.index, q_positions, k_positions)
+
+
+def by_group(bias: Bias, G: int, R: int) -> Any:
+    """The parameters of a bias for each of G groups of R heads, in front."""
+
+    def grouped(leaf, names):
+        if "heads" not in names:
+            return jnp.broadcast_to(leaf, (G, *leaf.shape))
+        axis = names.index("heads")
+        return jnp.moveaxis(leaf.reshape(*leaf.shape[:axis], G, R, *leaf.shape[axis + 1 :]), axis, 0)
+
+    return jax.tree.map(grouped, bias.params, bias.axes)
 
 
 def see(form: Form, q: Array, k: Array, v: Array, bias: Any, seen: Array, q_positions: Array, k_positions: Array):

@@ -101,13 +101,13 @@ def bench_scaling() -> Iterator[tuple[dict, str]]:
     room = scaling.room()
     code = source_digest()
 
-    def measure(name: str, length: int) -> dict:
-        return scaling.measure(scaling.make(name, **size), length, room)
+    def prepare(name: str, length: int) -> Callable[[], dict]:
+        return scaling.prepare(scaling.make(name, **size), length, room)
 
     claimed = {name: scaling.claims(scaling.ALONE[name]) for name in names}
     powers = {name: claim["claimed_time"] for name, claim in claimed.items()}
-    lengths, before = scaling.lengths(LAST.value), rows_before("scaling")
-    for row in scaling.survey(powers, lengths, measure, 60 * MINUTES.value, before):
+    seconds, lengths, before = 60 * MINUTES.value, scaling.lengths(LAST.value), rows_before("scaling")
+    for row in scaling.survey(powers, lengths, prepare, seconds, before, scaling.workers()):
         yield {**size, "source": code, **claimed[row["mixer"]], **row}, scaling.sentence(row)
 
 

@@ -1,6 +1,7 @@
 """How mixers grow with the length: powers are recovered, the budget is kept, and what is measured is not lost."""
 
 import json
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -40,17 +41,22 @@ class Machine:
     def clock(self) -> float:
         return self.now
 
-    def measure(self, name: str, length: int) -> dict:
+    def prepare(self, name: str, length: int):
         compile_s, first, power = self.mixers[name]
         seconds = first * (length / 1024) ** power
         self.asked.append((name, length))
-        self.now += compile_s + scaling.running(seconds)
-        row = dict(status=MEASURED, compile_s=compile_s, temp_bytes=length, seconds=seconds)
-        return row | dict(tokens_per_s=length / seconds)
+        self.now += compile_s
 
-    def survey(self, seconds: float, kept=(), lengths=LENGTHS) -> list[dict]:
+        def run() -> dict:
+            self.now += scaling.running(seconds)
+            row = dict(status=MEASURED, compile_s=compile_s, temp_bytes=length, seconds=seconds)
+            return row | dict(tokens_per_s=length / seconds)
+
+        return run
+
+    def survey(self, seconds: float, kept=(), workers: int = 1) -> list[dict]:
         claimed = {name: power for name, (_, _, power) in self.mixers.items()}
-        return list(scaling.survey(claimed, lengths, self.measure, seconds, kept, self.clock))
+        return list(scaling.survey(claimed, LENGTHS, self.prepare, seconds, kept, workers, self.clock))
 
 
 def reached(rows: list[dict], status: str = MEASURED) -> dict[str, int]:
@@ -96,6 +102,22 @@ def test_the_budget_is_kept(seconds):
 
 
 @pytest.mark.quick
+def test_several_compile_at_once_and_run_alone():
+    """Two do while a third thread waits for them; none runs before all of its batch are compiled."""
+    both, events = threading.Barrier(2, timeout=60), []
+
+    def prepare(name, length):
+        both.wait()
+        events.append("compiled")
+        return lambda: events.append("ran") or dict(status=MEASURED, compile_s=1.0, seconds=0.1, temp_bytes=1)
+
+    rows = list(scaling.survey(dict(one=1, two=1), LENGTHS[:2], prepare, 1000, workers=2))
+    assert len(rows) == 4 and events == ["compiled", "compiled", "ran", "ran"] * 2
+    wanted = dict(one=(9.0, 1.0), two=(2.0, 3.0), three=(1.0, 50.0), four=(1.0, 0.0))
+    assert scaling.together(wanted, 13, 8) == ["one", "two"] and scaling.together(wanted, 1000, 3) == [*wanted][:3]
+
+
+@pytest.mark.quick
 def test_growth_beyond_the_claim_is_seen():
     cubic = made("one", lengths=LENGTHS[:2], time=3)
     assert scaling.grown(cubic, "seconds", 1, 16384) == pytest.approx(1e-6 * 16384**3)
@@ -103,19 +125,19 @@ def test_growth_beyond_the_claim_is_seen():
     assert scaling.grown(cubic[:1], "seconds", 2, 4096) == pytest.approx(16 * cubic[0]["seconds"])
     falling = [row | {"compile_s": 8.0 / 2**i} for i, row in enumerate(cubic)]
     assert scaling.grown(falling, "compile_s", 0, 16384) == falling[-1]["compile_s"]
-    assert scaling.expected([], 1, 1024) == 0
+    assert scaling.expected([], 1, 1024) == (0, 0)
 
 
 @pytest.mark.quick
 def test_a_mixer_that_ends_leaves_the_others_their_time():
-    def measure(name, length):
+    def prepare(name, length):
         if name == "large" and length > 1024:
-            return {"status": NO_MEMORY, "compile_s": 1.0, "temp_bytes": 2**50}
-        return {"status": FAILED, "error": "ValueError: odd"} if name == "broken" else machine.measure("fine", length)
+            return lambda: {"status": NO_MEMORY, "compile_s": 1.0, "temp_bytes": 2**50}
+        return partial(scaling.broken, ValueError("odd")) if name == "broken" else machine.prepare("fine", length)
 
     machine = Machine(fine=(1, 0.001, 1))
     claimed = dict.fromkeys(("large", "broken", "fine"), 1)
-    rows = list(scaling.survey(claimed, LENGTHS, measure, 1000, clock=machine.clock))
+    rows = list(scaling.survey(claimed, LENGTHS, prepare, 1000, clock=machine.clock))
     assert reached(rows) == {"large": 1024, "fine": 65536}
     assert reached(rows, NO_MEMORY) == {"large": 4096} and reached(rows, FAILED) == {"broken": 1024}
     assert "failed (ValueError: odd)" in scaling.sentence(rows[1])
@@ -197,7 +219,7 @@ def test_a_step_is_measured():
     assert row["status"] == MEASURED and row["seconds"] > 0 < row["compile_s"]
     assert row["tokens_per_s"] == 32 / row["seconds"]
     variables = scaling.opened(mixer)
-    value, (by_params, by_inputs) = scaling.compiled(mixer, variables, x := scaling.tokens(mixer, 32))(variables, x)
+    value, (by_params, by_inputs) = scaling.compiled(mixer, 32)(variables, scaling.tokens(mixer, 32))
     assert np.isfinite(value) and by_inputs.shape == (1, 32, 8)
     assert jax.tree.structure(by_params) == jax.tree.structure(variables)
 
@@ -205,17 +227,19 @@ def test_a_step_is_measured():
     assert tight["status"] == NO_MEMORY and tight["temp_bytes"] > 0 and "seconds" not in tight
 
 
-@pytest.mark.quick
 def test_what_breaks_down_is_a_row(monkeypatch):
     mixer = scaling.make("attention", width=8, dtype="float32")
 
-    def broken(error, *_):
+    def raises(error, *_):
         raise error
 
-    monkeypatch.setattr(scaling, "opened", partial(broken, RuntimeError("RESOURCE_EXHAUSTED: 5 bytes.\nmore")))
+    monkeypatch.setattr(scaling, "compiled", partial(raises, RuntimeError("RESOURCE_EXHAUSTED: 5 bytes.\nmore")))
     assert scaling.measure(mixer, 32, 1e9) == {"status": NO_MEMORY, "error": "out of memory: 5 bytes"}
-    monkeypatch.setattr(scaling, "opened", partial(broken, UserError("no such length")))
+    monkeypatch.setattr(scaling, "compiled", partial(raises, UserError("no such length")))
     assert scaling.measure(mixer, 32, 1e9) == {"status": FAILED, "error": "UserError: no such length"}
+    monkeypatch.undo()
+    monkeypatch.setattr(scaling, "seconds_of", partial(raises, RuntimeError("RESOURCE_EXHAUSTED: 5 bytes.\nmore")))
+    assert scaling.measure(mixer, 32, 1e9) == {"status": NO_MEMORY, "error": "out of memory: 5 bytes"}
 
 
 def test_the_command_writes_all_and_goes_on(tmp_path, monkeypatch, capsys):

@@ -3,26 +3,24 @@
 import json
 import threading
 from functools import partial
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
-from experiments import bench
 from experiments.measurements import scaling
 from experiments.measurements.scaling import FAILED, MEASURED, NO_MEMORY, NO_TIME
 from experiments.tables import scaling as growth
 from model.errors import UserError
 from model.mixers import MIXERS
-from train import cli
+from tests.test_experiments import call
 
 LENGTHS = [1024, 4096, 16384, 65536]
 
 
 def made(name: str, lengths=LENGTHS, time: float = 1, memory: float = 1, overhead: float = 0.0, **more) -> list[dict]:
     """Rows of a mixer that grows by these powers."""
-    fixed = dict(claimed_time=time, claimed_memory=memory, width=64, dtype="float32", **bench.provenance())
+    fixed = dict(claimed_time=time, claimed_memory=memory, revision="abc", date="2026-11-17", **scaling.setting())
     return [
         fixed
         | dict(mixer=name, length=n, status=MEASURED, compile_s=1.0, temp_bytes=int(100 * n**memory))
@@ -153,11 +151,16 @@ def test_rows_of_before_are_not_measured_again():
 
 
 @pytest.mark.quick
-def test_rows_of_other_code_or_of_no_time_are_not_kept():
-    row = made("one", lengths=[1024], source="abc")[0]
-    setting = dict(source="abc", width=64, device=row["device"])
-    others = [row | change for change in ({"source": "abd"}, {"width": 65}, {"status": NO_TIME}, {"device": "H200"})]
-    assert scaling.kept([row, *others, {}], setting) == [row]
+def test_rows_of_other_code_or_of_no_time_are_not_kept(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    assert scaling.kept(file) == []
+    row = made("one", lengths=[1024])[0]
+    changes = ({"source": "abd"}, {"width": 65}, {"status": NO_TIME}, {"device": "H200"}, {"jax": "0"})
+    file.write_text("\n".join(map(json.dumps, [row, *(row | change for change in changes), {}, 5])))
+    assert scaling.kept(file) == [row]
+    file.write_text("not rows")
+    with pytest.raises(UserError, match="is not a file of rows"):
+        scaling.kept(file)
 
 
 @pytest.mark.quick
@@ -242,38 +245,29 @@ def test_what_breaks_down_is_a_row(monkeypatch):
     assert scaling.measure(mixer, 32, 1e9) == {"status": NO_MEMORY, "error": "out of memory: 5 bytes"}
 
 
-def test_the_command_writes_all_and_goes_on(tmp_path, monkeypatch, capsys):
-    """Two real mixers at tiny lengths; called again it measures nothing, and a longer row alone is added."""
-    out = tmp_path / "new" / "scaling.jsonl"
-    monkeypatch.setattr(scaling, "SHORTEST", 16)
+def test_real_mixers_are_measured_and_not_again(monkeypatch):
     monkeypatch.setattr(scaling, "QUEUE", 0.0)
     monkeypatch.setitem(scaling.SIZES, "cpu", dict(width=8, dtype="float32"))
-    monkeypatch.setattr(cli, "overrides", list)
-
-    def call(longest):
-        flags = dict(CONFIG=[], OUT=str(out), MINUTES=5.0, ASKED="lru, attention", LAST=longest)
-        for flag, value in flags.items():
-            monkeypatch.setattr(bench, flag, SimpleNamespace(value=value))
-        assert bench.main(["bench", "scaling"]) == 0
-        return capsys.readouterr().out.count("tokens/s"), out.read_text().splitlines()
-
-    printed, lines = call(64)
-    assert printed == len(lines) == 4
-    rows = [json.loads(line) for line in lines]
+    names = scaling.asked("lru, attention")
+    rows = list(scaling.rows(names, [16, 64], 300))
     assert {(row["mixer"], row["length"]) for row in rows} == {(m, n) for m in ("lru", "attention") for n in (16, 64)}
-    assert all(row["status"] == MEASURED and row["bench"] == "scaling" and row["device"] == "cpu" for row in rows)
-    assert out.with_suffix(".md").read_text() == growth.table(rows) and out.with_suffix(".png").exists()
-    assert call(64) == (0, lines)
-    printed, more = call(256)
-    assert printed == 2 and more[:4] == lines and len(more) == 6
-
-
-@pytest.mark.quick
-def test_mistakes_are_told(tmp_path, monkeypatch):
-    for flag, value in dict(OUT=str(tmp_path / "rows.jsonl"), ASKED="mamba,mambo").items():
-        monkeypatch.setattr(bench, flag, SimpleNamespace(value=value))
+    assert all(row["status"] == MEASURED and row["width"] == 8 and row["device"] == "cpu" for row in rows)
+    assert {row["claimed_time"] for row in rows if row["mixer"] == "attention"} == {2}
+    assert list(scaling.rows(names, [16, 64], 300, rows)) == []
     with pytest.raises(UserError, match=r"unknown mixer 'mambo'; .*closest: mamba"):
-        bench.asked_mixers()
-    (tmp_path / "rows.jsonl").write_text("not rows")
-    with pytest.raises(UserError, match="is not a file of rows"):
-        bench.rows_before("scaling")
+        scaling.asked("mamba,mambo")
+
+
+@pytest.mark.scale
+def test_the_command_leaves_rows_a_table_and_a_picture_and_goes_on(tmp_path):
+    out = tmp_path / "new" / "scaling.jsonl"
+    words = ("experiments.bench", "scaling", "--mixers=rnn", "--longest=1024", f"--out={out}")
+    code, printed, told = call(*words)
+    assert code == 0 and printed.count("tokens/s") == 1, told
+    (row,) = map(json.loads, out.read_text().splitlines())
+    assert (row["mixer"], row["length"], row["status"], row["bench"]) == ("rnn", 1024, MEASURED, "scaling")
+    assert out.with_suffix(".md").read_text() == growth.table([row]) and out.with_suffix(".png").exists()
+    assert call(*words)[:2] == (0, "") and json.loads(out.read_text()) == row
+    code, printed, told = call(*words, "--longest=4096")
+    assert code == 0 and printed.startswith("rnn, 4,096 tokens"), told
+    assert [json.loads(line)["length"] for line in out.read_text().splitlines()] == [1024, 4096]

@@ -5,12 +5,14 @@ waits for the others; what is expected not to fit into what is left is not begun
 one by one.
 """
 
+import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -20,8 +22,9 @@ import numpy as np
 
 from experiments.measurements.speed import compiled_bytes
 from model.contract import Context, Mixer
-from model.errors import out_of_memory
+from model.errors import UserError, choose, out_of_memory
 from model.mixers import MIXERS
+from train.revision import source_digest
 
 Row = dict[str, Any]
 
@@ -60,6 +63,45 @@ def make(name: str, width: int, dtype: str) -> Mixer:
 def claims(cls: type[Mixer]) -> dict[str, float]:
     """The powers of the length by which a mixer says that it grows."""
     return {"claimed_memory": cls.cost, "claimed_time": cls.cost if cls.work is None else cls.work}
+
+
+def asked(names: str | None) -> list[str]:
+    """Mixers by their names, with commas between them; None: all that need nothing beside a row."""
+    found = list(ALONE) if names is None else [name.strip() for name in names.split(",")]
+    for name in found:
+        choose("mixer", name, ALONE)
+    return found
+
+
+def rows(names: Sequence[str], lengths: Sequence[int], seconds: float, before: Sequence[Row] = ()) -> Iterator[Row]:
+    """A row per mixer and length, as far as each goes, in about so many seconds; none that is there from before."""
+    size, limit, fixed = SIZES[place()], room(), setting()
+    claimed = {name: claims(ALONE[name]) for name in names}
+
+    def ready(name: str, length: int) -> Callable[[], Row]:
+        return prepare(make(name, **size), length, limit)
+
+    powers = {name: claim["claimed_time"] for name, claim in claimed.items()}
+    for row in survey(powers, lengths, ready, seconds, before, workers()):
+        yield fixed | claimed[row["mixer"]] | row
+
+
+def setting() -> Row:
+    """What rows have in common that stand in one table."""
+    here = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "source": source_digest()}
+    return here | SIZES[place()]
+
+
+def kept(file: Path) -> list[Row]:
+    """The rows in a file that are of this code, device and size, but for what there was no time for."""
+    if not file.exists():
+        return []
+    try:
+        found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except ValueError as error:
+        raise UserError(f"{file} is not a file of rows, one JSON object per line: {error}") from error
+    here = setting()
+    return [row for row in found if isinstance(row, dict) and row.items() >= here.items() and row["status"] != NO_TIME]
 
 
 def measure(mixer: Mixer, length: int, room: float) -> Row:
@@ -235,16 +277,6 @@ def following(rows: Sequence[Row], lengths: Sequence[int]) -> int | None:
     if any(row["status"] != MEASURED for row in rows):
         return None
     return next((length for length in lengths if not rows or length > rows[-1]["length"]), None)
-
-
-def kept(rows: Sequence[Row], setting: Mapping[str, Any]) -> list[Row]:
-    """Those of the same setting, device and code, but for what there was no time for."""
-    return [
-        row
-        for row in rows
-        if row.get("status") in (MEASURED, NO_MEMORY, FAILED)
-        and all(row.get(key) == value for key, value in setting.items())
-    ]
 
 
 def sorted_by_length(rows: Iterator[Row]) -> list[Row]:

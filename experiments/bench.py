@@ -44,7 +44,7 @@ from experiments.tables.definitions import TABLES
 from model.errors import UserError, choose
 from model.settings import LARGEST, LONGEST, Count, Name, Positive, within
 from train import cli
-from train.revision import revision, source_digest
+from train.revision import revision
 
 CONFIG = flags.DEFINE_multi_string("config", [], "Config file, with its argument if any; may be repeated.")
 STEPS = cli.flag("steps", Annotated[int, within(2, LARGEST)], 500, "loop: steps in a round.")
@@ -106,39 +106,14 @@ def bench_features() -> Iterator[tuple[dict, str]]:
 
 
 def bench_scaling() -> Iterator[tuple[dict, str]]:
-    size = scaling.SIZES[scaling.place()]
-    names = asked_mixers()
-    room = scaling.room()
-    code = source_digest()
-
-    def measure(name: str, length: int) -> dict:
-        return scaling.measure(scaling.make(name, **size), length, room)
-
-    claimed = {name: scaling.claims(scaling.ALONE[name]) for name in names}
-    powers = {name: claim["claimed_time"] for name, claim in claimed.items()}
-    lengths, before = scaling.lengths(LAST.value), rows_before("scaling")
-    for row in scaling.survey(powers, lengths, measure, 60 * MINUTES.value, before):
-        yield {**size, "source": code, **claimed[row["mixer"]], **row}, scaling.sentence(row)
-
-
-def asked_mixers() -> list[str]:
-    names = [name.strip() for name in ASKED.value.split(",")] if ASKED.value else list(scaling.ALONE)
-    for name in names:
-        choose("mixer", name, scaling.ALONE)
-    return names
+    lengths, seconds = scaling.lengths(LAST.value), 60 * MINUTES.value
+    for row in scaling.rows(scaling.asked(ASKED.value), lengths, seconds, rows_before("scaling")):
+        yield row, scaling.sentence(row)
 
 
 def rows_before(name: str) -> list[dict]:
-    """Of a bench that goes on where it stopped: the rows in --out of the same code, device and sizes."""
-    if name != "scaling" or not OUT.value or not Path(OUT.value).exists():
-        return []
-    try:
-        found = [json.loads(line) for line in Path(OUT.value).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except ValueError as error:
-        raise UserError(f"{OUT.value} is not a file of rows, one JSON object per line: {error}") from error
-    here = {key: value for key, value in provenance().items() if key in ("device", "jax")}
-    setting = {"bench": name, "source": source_digest(), **here, **scaling.SIZES[scaling.place()]}
-    return scaling.kept([row for row in found if isinstance(row, dict)], setting)
+    """Of a bench that goes on where it stopped, the rows that need not be measured again."""
+    return scaling.kept(Path(OUT.value)) if name == "scaling" and OUT.value else []
 
 
 def specs() -> list[str]:

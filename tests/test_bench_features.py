@@ -1,13 +1,14 @@
 """Random features against softmax: estimates without bias, errors that fall with features and rise with norms."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from experiments.measurements import features
-from tests.test_experiments import call
 
+RESULTS = Path(__file__).parent.parent / "experiments" / "results"
 RANDOM = [kind for kind in features.KINDS if kind != "all keys alike"]
 
 
@@ -41,13 +42,16 @@ def test_errors_fall_with_features_and_rise_with_norms(kind):
     assert (error(64, 0.25) < 0.5 * error(64, 0.75)).all()
 
 
-@pytest.mark.scale
-def test_the_command_writes_rows_and_tables(tmp_path):
-    out = tmp_path / "features.jsonl"
-    code, printed, _ = call("experiments.bench", "features", f"--out={out}")
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    assert code == 0 and len(rows) == printed.count("of the kernel")
-    assert out.with_suffix(".md").read_text() == features.table(rows)
+def test_rows_make_tables(monkeypatch):
+    monkeypatch.setattr(features, "COUNTS", (16, 64))
+    monkeypatch.setattr(features, "SCALES", (0.25,))
+    monkeypatch.setattr(features, "TOKENS", 32)
+    rows = list(features.measure(seeds=2))
+    assert len(rows) == 2 * len(features.KINDS)
+    assert "of the kernel" in features.sentence(rows[0])
+    text = features.table([row | dict(device="cpu", jax="0", revision="abc", date="today") for row in rows])
+    assert text.count("| 0.25 | 64 |") == 2 and "revision abc" in text
+    assert list(features.measure(seeds=2)) == rows, "the same seeds, the same errors"
 
 
 @pytest.mark.quick
@@ -58,3 +62,18 @@ def test_figures_have_two_digits():
     assert said(0.0123, 0.0042) == "0.012 ± 0.004" and said(1234.5, 300) == "1,234 ± 300"
     assert said(0.25, 0.00042) == "0.2500 ± 0.0004" and said(1.8, 0.03) == "1.80 ± 0.03"
     assert said(27.2, 31.0) == "27 ± 31" and said(1.06, None) == "1.1" and said(0.0, 0.0) == "0 ± 0"
+
+
+def test_committed_rows_show_what_the_readme_says():
+    rows = [json.loads(line) for line in (RESULTS / "bench_features.jsonl").read_text().splitlines()]
+    found = {(row["scale"], row["features"], *row["kind"].split(", ")): row["output_error"] for row in rows}
+    alike = {scale: found[scale, 16, "all keys alike"] for scale in features.SCALES}
+    for F in (64, 256, 1024):
+        for kind in ("positive", "trigonometric"):
+            assert found[0.25, F, kind, "orthogonal"] < found[0.25, F, kind, "independent"]
+        assert found[0.25, F, "trigonometric", "orthogonal"] < found[0.25, F, "positive", "orthogonal"]
+    for (scale, F, kind, *how), error in found.items():
+        if how and scale >= 0.75:
+            assert error > alike[scale] and (1 < error < 3 if kind == "positive" else error > 9)
+        if how and scale == 0.5:
+            assert (error < alike[scale]) == (F == 1024)

@@ -1,6 +1,7 @@
 """How mixers grow with the length: powers are recovered, the budget is kept, and what is measured is not lost."""
 
 import json
+import threading
 from functools import partial
 
 import jax
@@ -19,8 +20,7 @@ LENGTHS = [1024, 4096, 16384, 65536]
 
 def made(name: str, lengths=LENGTHS, time: float = 1, memory: float = 1, overhead: float = 0.0, **more) -> list[dict]:
     """Rows of a mixer that grows by these powers."""
-    fixed = dict(claimed_time=time, claimed_memory=memory, width=64, dtype="float32")
-    fixed |= dict(device="cpu", jax="0.10.2", revision="abcdefg", date="2026-01-01")
+    fixed = dict(claimed_time=time, claimed_memory=memory, revision="abc", date="2026-11-17", **scaling.setting())
     return [
         fixed
         | dict(mixer=name, length=n, status=MEASURED, compile_s=1.0, temp_bytes=int(100 * n**memory))
@@ -39,17 +39,22 @@ class Machine:
     def clock(self) -> float:
         return self.now
 
-    def measure(self, name: str, length: int) -> dict:
+    def prepare(self, name: str, length: int):
         compile_s, first, power = self.mixers[name]
         seconds = first * (length / 1024) ** power
         self.asked.append((name, length))
-        self.now += compile_s + scaling.running(seconds)
-        row = dict(status=MEASURED, compile_s=compile_s, temp_bytes=length, seconds=seconds)
-        return row | dict(tokens_per_s=length / seconds)
+        self.now += compile_s
 
-    def survey(self, seconds: float, kept=(), lengths=LENGTHS) -> list[dict]:
+        def run() -> dict:
+            self.now += scaling.running(seconds)
+            row = dict(status=MEASURED, compile_s=compile_s, temp_bytes=length, seconds=seconds)
+            return row | dict(tokens_per_s=length / seconds)
+
+        return run
+
+    def survey(self, seconds: float, kept=(), workers: int = 1) -> list[dict]:
         claimed = {name: power for name, (_, _, power) in self.mixers.items()}
-        return list(scaling.survey(claimed, lengths, self.measure, seconds, kept, self.clock))
+        return list(scaling.survey(claimed, LENGTHS, self.prepare, seconds, kept, workers, self.clock))
 
 
 def reached(rows: list[dict], status: str = MEASURED) -> dict[str, int]:
@@ -95,6 +100,22 @@ def test_the_budget_is_kept(seconds):
 
 
 @pytest.mark.quick
+def test_several_compile_at_once_and_run_alone():
+    """Two do while a third thread waits for them; none runs before all of its batch are compiled."""
+    both, events = threading.Barrier(2, timeout=60), []
+
+    def prepare(name, length):
+        both.wait()
+        events.append("compiled")
+        return lambda: events.append("ran") or dict(status=MEASURED, compile_s=1.0, seconds=0.1, temp_bytes=1)
+
+    rows = list(scaling.survey(dict(one=1, two=1), LENGTHS[:2], prepare, 1000, workers=2))
+    assert len(rows) == 4 and events == ["compiled", "compiled", "ran", "ran"] * 2
+    wanted = dict(one=(9.0, 1.0), two=(2.0, 3.0), three=(1.0, 50.0), four=(1.0, 0.0))
+    assert scaling.together(wanted, 13, 8) == ["one", "two"] and scaling.together(wanted, 1000, 3) == [*wanted][:3]
+
+
+@pytest.mark.quick
 def test_growth_beyond_the_claim_is_seen():
     cubic = made("one", lengths=LENGTHS[:2], time=3)
     assert scaling.grown(cubic, "seconds", 1, 16384) == pytest.approx(1e-6 * 16384**3)
@@ -102,19 +123,19 @@ def test_growth_beyond_the_claim_is_seen():
     assert scaling.grown(cubic[:1], "seconds", 2, 4096) == pytest.approx(16 * cubic[0]["seconds"])
     falling = [row | {"compile_s": 8.0 / 2**i} for i, row in enumerate(cubic)]
     assert scaling.grown(falling, "compile_s", 0, 16384) == falling[-1]["compile_s"]
-    assert scaling.expected([], 1, 1024) == 0
+    assert scaling.expected([], 1, 1024) == (0, 0)
 
 
 @pytest.mark.quick
 def test_a_mixer_that_ends_leaves_the_others_their_time():
-    def measure(name, length):
+    def prepare(name, length):
         if name == "large" and length > 1024:
-            return {"status": NO_MEMORY, "compile_s": 1.0, "temp_bytes": 2**50}
-        return {"status": FAILED, "error": "ValueError: odd"} if name == "broken" else machine.measure("fine", length)
+            return lambda: {"status": NO_MEMORY, "compile_s": 1.0, "temp_bytes": 2**50}
+        return partial(scaling.broken, ValueError("odd")) if name == "broken" else machine.prepare("fine", length)
 
     machine = Machine(fine=(1, 0.001, 1))
     claimed = dict.fromkeys(("large", "broken", "fine"), 1)
-    rows = list(scaling.survey(claimed, LENGTHS, measure, 1000, clock=machine.clock))
+    rows = list(scaling.survey(claimed, LENGTHS, prepare, 1000, clock=machine.clock))
     assert reached(rows) == {"large": 1024, "fine": 65536}
     assert reached(rows, NO_MEMORY) == {"large": 4096} and reached(rows, FAILED) == {"broken": 1024}
     assert "failed (ValueError: odd)" in scaling.sentence(rows[1])
@@ -130,11 +151,16 @@ def test_rows_of_before_are_not_measured_again():
 
 
 @pytest.mark.quick
-def test_rows_of_other_code_or_of_no_time_are_not_kept():
-    row = made("one", lengths=[1024], source="abc")[0]
-    setting = dict(source="abc", width=64, device=row["device"])
-    others = [row | change for change in ({"source": "abd"}, {"width": 65}, {"status": NO_TIME}, {"device": "H200"})]
-    assert scaling.kept([row, *others, {}], setting) == [row]
+def test_rows_of_other_code_or_of_no_time_are_not_kept(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    assert scaling.kept(file) == []
+    row = made("one", lengths=[1024])[0]
+    changes = ({"source": "abd"}, {"width": 65}, {"status": NO_TIME}, {"device": "H200"}, {"jax": "0"})
+    file.write_text("\n".join(map(json.dumps, [row, *(row | change for change in changes), {}, 5])))
+    assert scaling.kept(file) == [row]
+    file.write_text("not rows")
+    with pytest.raises(UserError, match="is not a file of rows"):
+        scaling.kept(file)
 
 
 @pytest.mark.quick
@@ -196,7 +222,7 @@ def test_a_step_is_measured():
     assert row["status"] == MEASURED and row["seconds"] > 0 < row["compile_s"]
     assert row["tokens_per_s"] == 32 / row["seconds"]
     variables = scaling.opened(mixer)
-    value, (by_params, by_inputs) = scaling.compiled(mixer, variables, x := scaling.tokens(mixer, 32))(variables, x)
+    value, (by_params, by_inputs) = scaling.compiled(mixer, 32)(variables, scaling.tokens(mixer, 32))
     assert np.isfinite(value) and by_inputs.shape == (1, 32, 8)
     assert jax.tree.structure(by_params) == jax.tree.structure(variables)
 
@@ -204,45 +230,44 @@ def test_a_step_is_measured():
     assert tight["status"] == NO_MEMORY and tight["temp_bytes"] > 0 and "seconds" not in tight
 
 
-@pytest.mark.quick
 def test_what_breaks_down_is_a_row(monkeypatch):
     mixer = scaling.make("attention", width=8, dtype="float32")
 
-    def broken(error, *_):
+    def raises(error, *_):
         raise error
 
-    monkeypatch.setattr(scaling, "opened", partial(broken, RuntimeError("RESOURCE_EXHAUSTED: 5 bytes.\nmore")))
+    monkeypatch.setattr(scaling, "compiled", partial(raises, RuntimeError("RESOURCE_EXHAUSTED: 5 bytes.\nmore")))
     assert scaling.measure(mixer, 32, 1e9) == {"status": NO_MEMORY, "error": "out of memory: 5 bytes"}
-    monkeypatch.setattr(scaling, "opened", partial(broken, UserError("no such length")))
+    monkeypatch.setattr(scaling, "compiled", partial(raises, UserError("no such length")))
     assert scaling.measure(mixer, 32, 1e9) == {"status": FAILED, "error": "UserError: no such length"}
+    monkeypatch.undo()
+    monkeypatch.setattr(scaling, "seconds_of", partial(raises, RuntimeError("RESOURCE_EXHAUSTED: 5 bytes.\nmore")))
+    assert scaling.measure(mixer, 32, 1e9) == {"status": NO_MEMORY, "error": "out of memory: 5 bytes"}
+
+
+def test_real_mixers_are_measured_and_not_again(monkeypatch):
+    monkeypatch.setattr(scaling, "QUEUE", 0.0)
+    monkeypatch.setitem(scaling.SIZES, "cpu", dict(width=8, dtype="float32"))
+    names = scaling.asked("lru, attention")
+    rows = list(scaling.rows(names, [16, 64], 300))
+    assert {(row["mixer"], row["length"]) for row in rows} == {(m, n) for m in ("lru", "attention") for n in (16, 64)}
+    assert all(row["status"] == MEASURED and row["width"] == 8 and row["device"] == "cpu" for row in rows)
+    assert {row["claimed_time"] for row in rows if row["mixer"] == "attention"} == {2}
+    assert list(scaling.rows(names, [16, 64], 300, rows)) == []
+    with pytest.raises(UserError, match=r"unknown mixer 'mambo'; .*closest: mamba"):
+        scaling.asked("mamba,mambo")
 
 
 @pytest.mark.scale
-def test_the_command_writes_all_and_goes_on(tmp_path):
-    """Two mixers; called again it measures nothing, and a longer row alone is added."""
+def test_the_command_leaves_rows_a_table_and_a_picture_and_goes_on(tmp_path):
     out = tmp_path / "new" / "scaling.jsonl"
-
-    def bench(longest):
-        flags = ["--minutes=5", "--mixers=lru, attention", f"--longest={longest}", f"--out={out}"]
-        code, printed, _ = call("experiments.bench", "scaling", *flags)
-        assert code == 0
-        return printed.count("tokens/s"), out.read_text().splitlines()
-
-    printed, lines = bench(scaling.SHORTEST)
-    assert printed == len(lines) == 2
-    rows = [json.loads(line) for line in lines]
-    assert {(row["mixer"], row["length"]) for row in rows} == {(m, scaling.SHORTEST) for m in ("lru", "attention")}
-    assert all(row["status"] == MEASURED and row["bench"] == "scaling" and row["device"] == "cpu" for row in rows)
-    assert out.with_suffix(".md").read_text() == growth.table(rows) and out.with_suffix(".png").exists()
-    assert bench(scaling.SHORTEST) == (0, lines)
-    printed, more = bench(4 * scaling.SHORTEST)
-    assert printed == 2 and more[:2] == lines and len(more) == 4
-
-
-@pytest.mark.scale
-def test_mistakes_are_told(tmp_path):
-    code, _, told = call("experiments.bench", "scaling", "--mixers=mamba,mambo")
-    assert code == 2 and "unknown mixer 'mambo'" in told and "closest: mamba" in told
-    (tmp_path / "rows.jsonl").write_text("not rows")
-    code, _, told = call("experiments.bench", "scaling", f"--out={tmp_path / 'rows.jsonl'}")
-    assert code == 2 and "is not a file of rows" in told
+    words = ("experiments.bench", "scaling", "--mixers=rnn", "--longest=1024", f"--out={out}")
+    code, printed, told = call(*words)
+    assert code == 0 and printed.count("tokens/s") == 1, told
+    (row,) = map(json.loads, out.read_text().splitlines())
+    assert (row["mixer"], row["length"], row["status"], row["bench"]) == ("rnn", 1024, MEASURED, "scaling")
+    assert out.with_suffix(".md").read_text() == growth.table([row]) and out.with_suffix(".png").exists()
+    assert call(*words)[:2] == (0, "") and json.loads(out.read_text()) == row
+    code, printed, told = call(*words, "--longest=4096")
+    assert code == 0 and printed.startswith("rnn, 4,096 tokens"), told
+    assert [json.loads(line)["length"] for line in out.read_text().splitlines()] == [1024, 4096]

@@ -1,9 +1,11 @@
 """The README says what is so: its table comes from the committed rows."""
 
+import json
 import re
 from pathlib import Path
 
-from experiments.tables import formats, rows
+from experiments.measurements import features
+from experiments.tables import formats, rows, scaling
 from experiments.tables.definitions import TABLES
 from experiments.tables.layout import sheet
 from experiments.tables.table import choose_scale, layout
@@ -32,6 +34,19 @@ def test_committed_tables_are_those_of_their_rows():
         table = TABLES[folder.name]
         made = formats.markdown(sheet(rows.read_rows(folder / "rows.jsonl"), layout(table, choose_scale(table, None))))
         assert (folder / "table.md").read_text().splitlines()[1:] == made.splitlines()[1:]
+
+
+def test_tables_of_benches_are_those_of_their_rows():
+    """If this fails after new rows, paste the first table of `bench_features.md` between the README's marks."""
+    results = ROOT / "experiments" / "results"
+    for name, table in {"features": features.table, "scaling": scaling.table}.items():
+        file = results / f"bench_{name}.jsonl"
+        if file.exists():
+            measured = [json.loads(line) for line in file.read_text().splitlines()]
+            assert file.with_suffix(".md").read_text() == table(measured)
+    (shown,) = re.findall(r"<!-- bench: features -->\n(.*?)<!-- end -->", (ROOT / "README.md").read_text(), re.DOTALL)
+    measured = [json.loads(line) for line in (results / "bench_features.jsonl").read_text().splitlines()]
+    assert shown.strip() == features.part(measured, "output_error").strip()
 
 
 def test_the_quickstart_shows_the_known_truth():

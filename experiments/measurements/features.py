@@ -110,20 +110,22 @@ TABLES = {
 
 
 def table(rows: list[Row]) -> str:
-    """Markdown: of each error a table, a line per scale and number of features, a column per kind."""
+    """Markdown: a table of each error."""
+    parts = [f"**{title}**\n\n{part(rows, key)}" for key, title in TABLES.items()]
+    return "\n".join([*parts, note(rows)]) + "\n"
+
+
+def part(rows: list[Row], key: str) -> str:
+    """A line per scale and number of features, a column per kind."""
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     places = list(dict.fromkeys((row["scale"], row["features"]) for row in rows))
     cells = {(row["scale"], row["features"], row["kind"]): row for row in rows}
-    lines = []
-    for key, title in TABLES.items():
-        lines += [f"**{title}**", "", "| " + " | ".join(["scale", "features", *kinds]) + " |"]
-        lines.append("|" + " ---: |" * (2 + len(kinds)))
-        for scale, F in places:
-            found = [cells.get((scale, F, kind)) for kind in kinds]
-            texts = [figure(row, key) if row else "" for row in found]
-            lines.append("| " + " | ".join([f"{scale:g}", f"{F:,}", *texts]) + " |")
-        lines.append("")
-    return "\n".join([*lines, note(rows)]) + "\n"
+    lines = ["| " + " | ".join(["scale", "features", *kinds]) + " |", "|" + " ---: |" * (2 + len(kinds))]
+    for scale, F in places:
+        found = [cells.get((scale, F, kind)) for kind in kinds]
+        texts = [figure(row, key) if row else "" for row in found]
+        lines.append("| " + " | ".join([f"{scale:g}", f"{F:,}", *texts]) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def note(rows: list[Row]) -> str:

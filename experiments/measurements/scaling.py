@@ -1,14 +1,18 @@
 """How a layer of every mixer grows with the length: time and memory of a training step, as far as each goes.
 
-Mixers share a budget of time. The next measurement is always of the mixer that will then have had the least of it, so
-one that compiles long waits for the others; what is expected not to fit into what is left is not begun.
+Mixers share a budget of time. Next are always those that will then have had the least of it, so one that compiles long
+waits for the others; what is expected not to fit into what is left is not begun. A few compile at once, and then run
+one by one.
 """
 
+import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache, partial
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -18,8 +22,9 @@ import numpy as np
 
 from experiments.measurements.speed import compiled_bytes
 from model.contract import Context, Mixer
-from model.errors import out_of_memory
+from model.errors import UserError, choose, out_of_memory
 from model.mixers import MIXERS
+from train.revision import source_digest
 
 Row = dict[str, Any]
 
@@ -31,6 +36,7 @@ MEASURED, NO_TIME, NO_MEMORY, FAILED = "measured", "out of time", "out of memory
 ROUNDS = 5  # at most, of which the median counts
 QUEUE = 0.05  # seconds that a queue of calls lasts at least, for launching not to show
 ENOUGH = 2.0  # seconds of running, after which no round is added
+MOST_WORKERS = 8
 HOST_SHARE = 0.5  # of a host's memory, where the device is the host
 
 ALONE = {name: cls for name, cls in MIXERS.items() if not cls.reads_memory}
@@ -59,25 +65,81 @@ def claims(cls: type[Mixer]) -> dict[str, float]:
     return {"claimed_memory": cls.cost, "claimed_time": cls.cost if cls.work is None else cls.work}
 
 
+def asked(names: str | None) -> list[str]:
+    """Mixers by their names, with commas between them; None: all that need nothing beside a row."""
+    found = list(ALONE) if names is None else [name.strip() for name in names.split(",")]
+    for name in found:
+        choose("mixer", name, ALONE)
+    return found
+
+
+def rows(names: Sequence[str], lengths: Sequence[int], seconds: float, before: Sequence[Row] = ()) -> Iterator[Row]:
+    """A row per mixer and length, as far as each goes, in about so many seconds; none that is there from before."""
+    size, limit, fixed = SIZES[place()], room(), setting()
+    claimed = {name: claims(ALONE[name]) for name in names}
+
+    def ready(name: str, length: int) -> Callable[[], Row]:
+        return prepare(make(name, **size), length, limit)
+
+    powers = {name: claim["claimed_time"] for name, claim in claimed.items()}
+    for row in survey(powers, lengths, ready, seconds, before, workers()):
+        yield fixed | claimed[row["mixer"]] | row
+
+
+def setting() -> Row:
+    """What rows have in common that stand in one table."""
+    here = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, "source": source_digest()}
+    return here | SIZES[place()]
+
+
+def kept(file: Path) -> list[Row]:
+    """The rows in a file that are of this code, device and size, but for what there was no time for."""
+    if not file.exists():
+        return []
+    try:
+        found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except ValueError as error:
+        raise UserError(f"{file} is not a file of rows, one JSON object per line: {error}") from error
+    here = setting()
+    return [row for row in found if isinstance(row, dict) and row.items() >= here.items() and row["status"] != NO_TIME]
+
+
 def measure(mixer: Mixer, length: int, room: float) -> Row:
     """One row of a batch through one layer, forward and back; `room`: bytes that it may take."""
+    return prepare(mixer, length, room)()
+
+
+def prepare(mixer: Mixer, length: int, room: float) -> Callable[[], Row]:
+    """What measures, once all is compiled."""
     start = time.perf_counter()
     try:
-        variables, x = opened(mixer), tokens(mixer, length)
-        step = compiled(mixer, variables, x)
-        compile_s = time.perf_counter() - start
-        found = {"compile_s": compile_s, "temp_bytes": step.memory_analysis().temp_size_in_bytes}
-        if compiled_bytes(step) > room:
-            return {"status": NO_MEMORY, **found}
-        seconds = seconds_of(partial(step, variables, x))
+        step = compiled(mixer, length)
     except Exception as error:  # whatever a mixer breaks down with, the others are still to be measured
-        lacking = out_of_memory(error)
-        reason = lacking or f"{type(error).__name__}: {error}"
-        return {"status": NO_MEMORY if lacking else FAILED, "error": reason.splitlines()[0][:200]}
-    return {"status": MEASURED, **found, "seconds": seconds, "tokens_per_s": length / seconds}
+        return partial(broken, error)
+    found = {
+        "compile_s": time.perf_counter() - start,
+        "temp_bytes": step.memory_analysis().temp_size_in_bytes,
+    }
+    if compiled_bytes(step) > room:
+        return lambda: {"status": NO_MEMORY, **found}
+
+    def run() -> Row:
+        try:
+            seconds = seconds_of(partial(step, opened(mixer), tokens(mixer, length)))
+        except Exception as error:
+            return broken(error)
+        return {"status": MEASURED, **found, "seconds": seconds, "tokens_per_s": length / seconds}
+
+    return run
 
 
-@lru_cache(1)
+def broken(error: Exception) -> Row:
+    lacking = out_of_memory(error)
+    reason = lacking or f"{type(error).__name__}: {error}"
+    return {"status": NO_MEMORY if lacking else FAILED, "error": reason.splitlines()[0][:200]}
+
+
+@cache
 def opened(mixer: Mixer) -> Any:
     """Parameters, of which no mixer has more for a longer row."""
     return jax.jit(lambda key: nn.unbox(mixer.init(key, tokens(mixer, 4), Context())))(jax.random.key(0))
@@ -87,14 +149,15 @@ def tokens(mixer: Mixer, length: int) -> jax.Array:
     return jax.random.normal(jax.random.key(1), (1, length, mixer.width), mixer.dtype)
 
 
-def compiled(mixer: Mixer, variables: Any, x: jax.Array) -> jax.stages.Compiled:
+def compiled(mixer: Mixer, length: int) -> jax.stages.Compiled:
     """Value and gradient, by the parameters and by the inputs, of the sum of the outputs' squares."""
 
     def objective(variables, x):
         y, _ = mixer.apply(variables, x, Context(train=True))
         return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
-    return jax.jit(jax.value_and_grad(objective, argnums=(0, 1))).lower(variables, x).compile()
+    x = jax.ShapeDtypeStruct((1, length, mixer.width), mixer.dtype)
+    return jax.jit(jax.value_and_grad(objective, argnums=(0, 1))).lower(opened(mixer), x).compile()
 
 
 def seconds_of(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
@@ -135,14 +198,14 @@ def room() -> float:
     return stats["bytes_limit"] if stats and "bytes_limit" in stats else HOST_SHARE * host
 
 
-def expected(rows: Sequence[Row], claimed: float, length: int) -> float:
-    """Seconds that the next measurement of a mixer will take, compiling included; 0 where none was made.
+def expected(rows: Sequence[Row], claimed: float, length: int) -> tuple[float, float]:
+    """Seconds that the next measurement of a mixer will compile and run; none where none was made.
 
     Running grows as it did last or as is claimed, whichever is more: in short rows overhead hides growth.
     """
     if not rows:
-        return 0.0
-    return grown(rows, "compile_s", 0, length) + running(grown(rows, "seconds", claimed, length))
+        return 0.0, 0.0
+    return grown(rows, "compile_s", 0, length), running(grown(rows, "seconds", claimed, length))
 
 
 def grown(rows: Sequence[Row], key: str, least: float, length: int) -> float:
@@ -156,36 +219,57 @@ def grown(rows: Sequence[Row], key: str, least: float, length: int) -> float:
 def survey(
     claimed: Mapping[str, float],
     lengths: Sequence[int],
-    measure: Callable[[str, int], Row],
+    prepare: Callable[[str, int], Callable[[], Row]],
     seconds: float,
     kept: Sequence[Row] = (),
+    workers: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[Row]:
     """Rows of every mixer, of length after length, in about so many seconds.
 
     claimed: mixer -> the power by which its time is said to grow. kept: rows of before, which are not measured again.
+    workers: how many compile at once.
     """
     start = clock()
     done = {name: sorted_by_length(row for row in kept if row["mixer"] == name) for name in claimed}
     spent = dict.fromkeys(claimed, 0.0)
-    while True:
-        ahead = {name: following(rows, lengths) for name, rows in done.items()}
-        wanted = {
-            name: expected(done[name], claimed[name], length) for name, length in ahead.items() if length is not None
-        }
-        if not wanted:
-            return
-        name = min(wanted, key=lambda name: spent[name] + wanted[name])
-        left = seconds - (clock() - start)
-        row = {"mixer": name, "length": ahead[name]}
-        if left <= 0 or wanted[name] > left:
-            row |= {"status": NO_TIME, "expected_s": wanted[name]}
-        else:
-            before = clock()
-            row |= measure(name, ahead[name])
-            spent[name] += clock() - before
-        done[name].append(row)
-        yield row
+    with ThreadPoolExecutor(workers) as pool:
+        while ahead := {
+            name: length for name, rows in done.items() if (length := following(rows, lengths)) is not None
+        }:
+            wanted = {name: expected(done[name], claimed[name], length) for name, length in ahead.items()}
+            left = seconds - (clock() - start)
+            late = [name for name in ahead if left <= 0 or sum(wanted[name]) > left]
+            order = sorted(
+                (name for name in ahead if name not in late), key=lambda name: spent[name] + sum(wanted[name])
+            )
+            batch = together({name: wanted[name] for name in order}, left, workers)
+            ready = list(pool.map(lambda name: prepare(name, ahead[name]), batch))  # nothing runs beside compiling
+            for name, run in zip(batch, ready, strict=True):
+                before = clock()
+                row = {"mixer": name, "length": ahead[name], **run()}
+                spent[name] += row.get("compile_s", 0) + clock() - before
+                done[name].append(row)
+                yield row
+            for name in late:
+                done[name].append({"mixer": name, "length": ahead[name], "status": NO_TIME})
+                yield done[name][-1]
+
+
+def together(wanted: Mapping[str, tuple[float, float]], left: float, workers: int) -> list[str]:
+    """The first few, which compile at the same time and run one after the other, that fit into what is left."""
+    batch: list[str] = []
+    for name in list(wanted)[:workers]:
+        compiles, runs = zip(*(wanted[one] for one in (*batch, name)), strict=True)
+        if max(compiles) + sum(runs) > left:
+            break
+        batch.append(name)
+    return batch
+
+
+def workers() -> int:
+    """One for each core, up to a point: much of what compiling takes is Python's."""
+    return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
 
 
 def following(rows: Sequence[Row], lengths: Sequence[int]) -> int | None:
@@ -193,16 +277,6 @@ def following(rows: Sequence[Row], lengths: Sequence[int]) -> int | None:
     if any(row["status"] != MEASURED for row in rows):
         return None
     return next((length for length in lengths if not rows or length > rows[-1]["length"]), None)
-
-
-def kept(rows: Sequence[Row], setting: Mapping[str, Any]) -> list[Row]:
-    """Those of the same setting, device and code, but for what there was no time for."""
-    return [
-        row
-        for row in rows
-        if row.get("status") in (MEASURED, NO_MEMORY, FAILED)
-        and all(row.get(key) == value for key, value in setting.items())
-    ]
 
 
 def sorted_by_length(rows: Iterator[Row]) -> list[Row]:

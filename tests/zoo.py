@@ -34,10 +34,10 @@ VARIANTS = {
         {"n_heads": 3, "head_dim": 8, "bias": "all", "qk_norm": "all", "scale": 0.5, "gate": True},
     ],
     "b2s6": [{"blocks": 2, "state": 8}],
-    "cosformer": [{"longest": 30, "n_heads": 2}],
-    "deltanet": [{"head_dim": 8, "conv": 2}],
     "bigbird": [{"block": 5, "near_blocks": 1, "random_blocks": 1, "n_kv_heads": 2}],
     "block_sparse": [{"block": 10, "pattern": "100;110;101", "n_kv_heads": 2}],
+    "cosformer": [{"longest": 30, "n_heads": 2}],
+    "deltanet": [{"head_dim": 8, "conv": 2}],
     "dilated": [{"window": 3, "dilation": 2, "n_kv_heads": 2}],
     "fixed": [{"stride": 9, "summary": 2, "n_kv_heads": 1}],
     "fox": [{"window": 4, "n_kv_heads": 2, "sinks": True}],
@@ -72,28 +72,18 @@ VARIANTS = {
         {"length": 4, "stride": 2, "block": 6, "top": 4, "sliding": 3, "n_kv_heads": 2},
     ],
     "performer": [{"n_features": 9, "seed": 1, "head_dim": 6}],
-    "retention": [{"expand": 1, "n_heads": 2}],
     "reformer": [{"chunk": 3, "n_buckets": 2, "rounds": 4}],
+    "retention": [{"expand": 1, "n_heads": 2}],
     "rglru": [{"inner": 24, "n_heads": 2}],
     "rwkv6": [{"head_dim": 8, "mix_rank": 3}],
     "rwkv7": [{"head_dim": 8, "decay_rank": 3, "rate_rank": 2, "gate_rank": 5}],
     "s4": [{"window": 4}],
     "s4d": [{"A_init": "inv", "state": 8}, {"A_init": "legs", "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
-    "synthesizer": [{"kind": "random", "longest": 100}, {"kind": "factorized", "longest": 100, "rank": 3}],
     "slstm": [{"n_heads": 2, "conv": 2}],
+    "synthesizer": [{"kind": "random", "longest": 100}, {"kind": "factorized", "longest": 100, "rank": 3}],
 }
     "strided": [{"stride": 3, "n_kv_heads": 2}],
-}
-SPARSE = ("local", "dilated", "strided", "fixed", "block_sparse", "bigbird")  # patterns of attention
-REFERENCE = dict.fromkeys(("attention", "fox", "mla", *SPARSE), "reference")
-REFERENCE = {
-    "attention": "reference",
-    "fox": "reference",
-    "mla": "reference",
-    "moba": "reference",
-    "nsa": "reference",
-    "reformer": "reference",
 }
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]

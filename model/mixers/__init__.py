@@ -3,9 +3,9 @@
 from model.contract import Mixer
 from model.mixers.attention import Attention
 from model.mixers.b2s6 import B2S6
-from model.mixers.cosformer import Cosformer
 from model.mixers.bigbird import BigBird
 from model.mixers.block_sparse import BlockSparse
+from model.mixers.cosformer import Cosformer
 from model.mixers.cross_attention import CrossAttention
 from model.mixers.deltanet import DeltaNet
 from model.mixers.dilated import Dilated
@@ -32,8 +32,8 @@ from model.mixers.nsa import NSA
 from model.mixers.nystrom import Nystrom
 from model.mixers.performer import Performer
 from model.mixers.recurrent import GRU, LSTM, RNN
-from model.mixers.retention import Retention
 from model.mixers.reformer import Reformer
+from model.mixers.retention import Retention
 from model.mixers.rglru import RGLRU
 from model.mixers.rwkv import RWKV
 from model.mixers.rwkv6 import RWKV6
@@ -41,22 +41,22 @@ from model.mixers.rwkv7 import RWKV7
 from model.mixers.s4 import S4
 from model.mixers.s4d import S4D
 from model.mixers.s5 import S5
-from model.mixers.synthesizer import Synthesizer
 from model.mixers.slstm import SLSTM
 from model.mixers.strided import Fixed, Strided
+from model.mixers.synthesizer import Synthesizer
 
 MIXERS: dict[str, type[Mixer]] = {
     "attention": Attention,
     "b2s6": B2S6,
-    "cosformer": Cosformer,
     "bigbird": BigBird,
     "block_sparse": BlockSparse,
+    "cosformer": Cosformer,
     "cross_attention": CrossAttention,
     "deltanet": DeltaNet,
     "dilated": Dilated,
     "dss": DSS,
-    "fnet": FNet,
     "fixed": Fixed,
+    "fnet": FNet,
     "fox": Fox,
     "gated_deltanet": GatedDeltaNet,
     "gla": GLA,
@@ -79,8 +79,8 @@ MIXERS: dict[str, type[Mixer]] = {
     "nsa": NSA,
     "nystrom": Nystrom,
     "performer": Performer,
-    "retention": Retention,
     "reformer": Reformer,
+    "retention": Retention,
     "rglru": RGLRU,
     "rnn": RNN,
     "rwkv": RWKV,
@@ -89,7 +89,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "s4": S4,
     "s4d": S4D,
     "s5": S5,
-    "synthesizer": Synthesizer,
     "slstm": SLSTM,
     "strided": Strided,
+    "synthesizer": Synthesizer,
 }

@@ -40,6 +40,7 @@ VARIANTS = {
     "deltanet": [{"head_dim": 8, "conv": 2}],
     "dilated": [{"window": 3, "dilation": 2, "n_kv_heads": 2}],
     "fixed": [{"stride": 9, "summary": 2, "n_kv_heads": 1}],
+    "fnet": [{"scale": "unitary"}],
     "fox": [{"window": 4, "n_kv_heads": 2, "sinks": True}],
     "gated_deltanet": [{"head_dim": 8, "expand": 1}],
     "gla": [{"n_heads": 2, "key_dim": 5, "rank": 3}],
@@ -53,6 +54,7 @@ VARIANTS = {
         {"feature": "squared", "n_heads": 2},
         {"feature": "taylor", "key_dim": 5},
     ],
+    "linformer": [{"rank": 5, "longest": 100, "share": "none"}, {"rank": 5, "longest": 100, "share": "heads"}],
     "local": [{"block": 10, "n_kv_heads": 1}],
     "lru": [{"window": 4}],
     "lstm": [{"hidden": 12}],
@@ -71,6 +73,7 @@ VARIANTS = {
         {"length": 2, "stride": 2, "block": 4, "top": 4, "sliding": 3, "n_kv_heads": 1},
         {"length": 4, "stride": 2, "block": 6, "top": 4, "sliding": 3, "n_kv_heads": 2},
     ],
+    "nystrom": [{"landmarks": 5, "conv": 0}, {"landmarks": 4, "conv": 3, "n_heads": 2}],
     "performer": [{"n_features": 9, "seed": 1, "head_dim": 6}],
     "reformer": [{"chunk": 3, "n_buckets": 2, "rounds": 4}],
     "retention": [{"expand": 1, "n_heads": 2}],
@@ -81,9 +84,8 @@ VARIANTS = {
     "s4d": [{"A_init": "inv", "state": 8}, {"A_init": "legs", "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "slstm": [{"n_heads": 2, "conv": 2}],
-    "synthesizer": [{"kind": "random", "longest": 100}, {"kind": "factorized", "longest": 100, "rank": 3}],
-}
     "strided": [{"stride": 3, "n_kv_heads": 2}],
+    "synthesizer": [{"kind": "random", "longest": 100}, {"kind": "factorized", "longest": 100, "rank": 3}],
 }
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
@@ -98,7 +100,6 @@ KIN = {
     "s4d": ("dss",),
     "lstm": ("gru", "rnn"),
 }
-KIN: dict[str, tuple[str, ...]] = {"local": ("dilated", "block_sparse")}
 FIRST_OF_KIN = [name for name in ALONE if name not in sum(KIN.values(), ())]
 # Every mixer that writes once, and every position once more.
 PAIRS = [(name, "none") for name in WRITERS] + [("attention", name) for name in POSITIONS if name != "none"]

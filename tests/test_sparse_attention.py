@@ -130,7 +130,7 @@ def bigbird(h, i, j):
 
 DEFINITIONS = {
     "local": (dict(block=5), lambda h, i, j: i // 5 == j // 5),
-    "dilated": (dict(window=3, dilation=4), lambda h, i, j: abs(i - j) in (0, 4, 8)),
+    "dilated": (dict(seen=3, dilation=4), lambda h, i, j: abs(i - j) in (0, 4, 8)),
     "strided": (dict(stride=5), lambda h, i, j: (i - j) % 5 == 0 if h % 2 else abs(i - j) <= 5),
     "fixed": (dict(stride=5, summary=2), lambda h, i, j: i == j or j % 5 > 2 if h % 2 else i // 5 == j // 5),
     "bigbird": (dict(block=3, near_blocks=2, random_blocks=2, seed=5), bigbird),
@@ -196,7 +196,7 @@ def memory(*call) -> int:
 
 COSTS = {  # settings at a length
     "local": lambda L: dict(block=32),
-    "dilated": lambda L: dict(window=16, dilation=4),
+    "dilated": lambda L: dict(seen=16, dilation=4),
     "strided": lambda L: dict(stride=int(L**0.5)),
     "fixed": lambda L: dict(stride=int(L**0.5), summary=4),
     "block_sparse": lambda L: dict(block=32),

@@ -38,7 +38,7 @@ VARIANTS = {
     "block_sparse": [{"block": 10, "pattern": "100;110;101", "n_kv_heads": 2}],
     "cosformer": [{"longest": 30, "n_heads": 2}],
     "deltanet": [{"head_dim": 8, "conv": 2}],
-    "dilated": [{"window": 3, "dilation": 2, "n_kv_heads": 2}],
+    "dilated": [{"seen": 5, "dilation": 2, "n_kv_heads": 2}],
     "fixed": [{"stride": 9, "summary": 2, "n_kv_heads": 1}],
     "fnet": [{"scale": "unitary"}],
     "fox": [{"window": 4, "n_kv_heads": 2, "sinks": True}],

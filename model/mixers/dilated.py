@@ -11,16 +11,16 @@ from model.settings import Length
 class Dilated(Sparse):
     """A token sees every `dilation`-th one, itself included: Longformer's dilated window (arXiv:2004.05150).
 
-    `window` counts the tokens that are seen before it, and as many after it where it sees ahead, itself each time: it
-    reaches over `window * dilation`.
+    `seen` counts the tokens that it sees before it, and as many after it where it sees ahead, itself each time: it
+    reaches over `seen * dilation`.
     """
 
-    window: Length = 64  # tokens seen, to one side
+    seen: Length = 64  # tokens, to one side
     dilation: Length = 4  # from one of them to the next; 1: no gaps
 
     kind: ClassVar[str] = "dilated"
 
     @property
     def masks(self) -> tuple[Mask, ...]:
-        reach = self.window - 1
+        reach = self.seen - 1
         return (DilatedMask(self.dilation, reach, 0 if self.causal else reach),)

@@ -37,6 +37,7 @@ VARIANTS = {
     "fox": [{"window": 4, "n_kv_heads": 2, "sinks": True}],
     "gru": [{"hidden": 12}],
     "h3": [{"head_dim": 4, "state": 8, "shift": 3}],
+    "hyena": [{"order": 3, "conv": 4, "filter_layers": 1, "bands": 2, "longest": 8, "floor": 0.1}],
     "lru": [{"window": 4}],
     "lstm": [{"hidden": 12}],
     "mamba": [{"norm": "learned", "dt_rank": 4}],
@@ -53,7 +54,13 @@ VARIANTS = {
     "s4d": [{"A_init": "inv", "state": 8}, {"A_init": "legs", "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
 }
-REFERENCE = {"attention": "reference", "fox": "reference", "mega": "reference", "mla": "reference"}
+REFERENCE = {
+    "attention": "reference",
+    "fox": "reference",
+    "hyena": "reference",
+    "mega": "reference",
+    "mla": "reference",
+}
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
 # Every mixer once, and every position once more.

@@ -7,6 +7,7 @@ from model.mixers.cross_attention import CrossAttention
 from model.mixers.dss import DSS
 from model.mixers.fox import Fox
 from model.mixers.h3 import H3
+from model.mixers.hyena import Hyena
 from model.mixers.lru import LRU
 from model.mixers.mamba import Mamba
 from model.mixers.mamba2 import Mamba2
@@ -28,6 +29,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "fox": Fox,
     "gru": GRU,
     "h3": H3,
+    "hyena": Hyena,
     "lstm": LSTM,
     "lru": LRU,
     "mamba": Mamba,

@@ -66,6 +66,8 @@ ARCHS = {
     "lru": dict(mixers=("lru",)),  # the same, its modes drawn from a ring
     "b2s6": dict(mixers=("b2s6",)),  # a diagonal state space, in part decided by the token, in blocks of channels
     "h3": dict(mixers=("h3",)),  # two state spaces, with products of keys, values and queries between them
+    # gates and long convolutions in turn, whose filters a network of sines makes
+    "hyena": dict(mixers=("hyena",), hyena=dict(frequency=10.0)),
     "mega": dict(mixers=("mega",)),  # gated attention with one head, behind a moving average
     "mega_chunk": dict(mixers=("mega",), mega=dict(chunk=128)),  # the same, within chunks of 128 tokens
     "mamba": dict(mixers=("mamba",), mlp="none"),  # selective state space, no MLP between the layers
@@ -161,6 +163,7 @@ MLP_WIDTHS = {
     "lru": (184, 400, 832, 1680),
     "b2s6": (168, 384, 816, 1664),
     "h3": (120, 288, 640, 1312),
+    "hyena": (80, 280, 640, 1320),
     "rglru": (192, 368, 736, 1456),
     "rwkv": (184, 352, 704, 1376),
     "rwkv6": (120, 272, 576, 1168),

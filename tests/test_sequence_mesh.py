@@ -17,6 +17,7 @@ from model.mixers.rwkv import wkv
 from model.mixers.s4 import dplr_kernel, dplr_recurrence
 from model.ops.conv import long_conv, shift, short_conv, window_conv
 from model.ops.delta_rule import delta_rule
+from model.ops.document_conv import document_conv
 from model.ops.ssd import ssd
 from model.ops.stretches import gathers
 from model.ops.wkv import wkv6
@@ -95,6 +96,15 @@ def in_window(u, kernel, past):
     return window_conv(u, past, lambda k, W: k.T, (kernel,), W=15, reach=jnp.asarray(POSITIONS), real=jnp.asarray(REAL))
 
 
+def in_documents(u, kernel, past):
+    """A kernel as long as the row and what comes before it."""
+
+    def waves(k, n):
+        return jnp.cos(k * jnp.arange(n)[:, None, None]).sum(-1)
+
+    return document_conv(u, past, waves, (kernel,), reach=jnp.asarray(POSITIONS), real=jnp.asarray(REAL))
+
+
 CHANNELS, PAIR, HEADS = (B, L, 6), (B, L, 2, 5), (B, L, 4, 3)
 VECTOR = (6, 4)  # six channels for eight devices, or three for four: they do not divide
 MODES = dict(real=VECTOR, imag=VECTOR, P=VECTOR, B=VECTOR, C=VECTOR, log_dt=(6,))
@@ -109,6 +119,7 @@ OPS = {
     of_neighbours: dict(x=CHANNELS, kernel=(4, 6), past=(B, 3, 6)),
     plain_neighbours: dict(x=CHANNELS, kernel=(4, 6), past=(B, 3, 6)),
     in_window: dict(u=CHANNELS, kernel=(6, 15), past=(B, 14, 6)),
+    in_documents: dict(u=CHANNELS, kernel=VECTOR, past=(B, 5, 6)),
 }
 
 

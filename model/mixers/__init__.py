@@ -20,6 +20,7 @@ from model.mixers.kda import KDA
 from model.mixers.linear import Linear
 from model.mixers.linformer import Linformer
 from model.mixers.local import Local
+from model.mixers.hyena import Hyena
 from model.mixers.lru import LRU
 from model.mixers.luna import Luna
 from model.mixers.mamba import Mamba
@@ -67,6 +68,8 @@ MIXERS: dict[str, type[Mixer]] = {
     "linear": Linear,
     "linformer": Linformer,
     "local": Local,
+    "hyena": Hyena,
+    "lstm": LSTM,
     "lru": LRU,
     "lstm": LSTM,
     "luna": Luna,

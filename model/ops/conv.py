@@ -18,22 +18,32 @@ Kernel = Callable[..., jax.Array]  # weights, L -> [L, D]
 
 
 def long_conv(
-    u: jax.Array, kernel: Kernel, weights: tuple[jax.Array, ...], ahead: tuple[jax.Array, ...] = ()
+    u: jax.Array,
+    kernel: Kernel,
+    weights: tuple[jax.Array, ...],
+    ahead: tuple[jax.Array, ...] = (),
+    shared: tuple[jax.Array, ...] = (),
 ) -> jax.Array:
-    """The convolution of u `[B, L, D]` with `kernel(*weights, L)`, `[L, D]`, of weights that have channels in front.
+    """The convolution of u `[B, L, D]` with `kernel(*weights, *shared, L)`, `[L, D]`.
 
-    Given other weights to look ahead with, their kernel's over the tokens that follow is added. Devices that share the
-    length share channels here, kernels included: a transform needs all tokens.
+    Weights have channels in front; what is shared is the same for all channels. Given other weights to look ahead
+    with, their kernel's over the tokens that follow is added. Devices that share the length share channels here,
+    kernels included: a transform needs all tokens.
     """
 
-    def run(u, *both):
-        back, ahead = (kernel(*part, u.shape[1]) if part else None for part in (both[:n], both[n:]))
+    def run(u, *arrays):
+        both, common = arrays[: len(arrays) - len(shared)], arrays[len(arrays) - len(shared) :]
+        back, ahead = (kernel(*part, *common, u.shape[1]) if part else None for part in (both[:n], both[n:]))
         return (fft_conv(u, back, ahead),)
 
     n, both = len(weights), (*weights, *ahead)
-    axes = [("inner", *[None] * (leaf.ndim - 1)) for leaf in both]
-    (y,) = by_channels(run, (u, *both), (TOKENS, *axes), (TOKENS,))
+    (y,) = by_channels(run, (u, *both, *shared), (TOKENS, *axes_of(both, shared)), (TOKENS,))
     return y
+
+
+def axes_of(weights: tuple[jax.Array, ...], shared: tuple[jax.Array, ...]) -> list[tuple[str | None, ...]]:
+    """Of weights that have channels in front, and of others."""
+    return [("inner", *[None] * (leaf.ndim - 1)) for leaf in weights] + [(None,) * leaf.ndim for leaf in shared]
 
 
 def cut(kernel: Kernel, W: int) -> Kernel:

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from model.contract import Context
 from model.errors import UserError
@@ -11,6 +13,7 @@ from model.mixers import MIXERS
 from model.ops.chosen import attend, order_of
 from model.ops.lsh import rotations
 from tests import zoo
+from tests.host_mesh import mesh_of, on_mesh
 
 H, L = 4, 23
 
@@ -175,6 +178,28 @@ def test_biases_are_of_the_pairs_that_are_seen(name, position):
         np.testing.assert_allclose(one, other, atol=2e-4)
     np.testing.assert_allclose(pull, all_pull, atol=2e-4)
     np.testing.assert_allclose(y[PACKED > 0], all_y[PACKED > 0], atol=2e-5)
+
+
+@pytest.mark.scale
+@pytest.mark.parametrize("sizes", [dict(data=2, tensor=2, sequence=2), dict(sequence=8)], ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_devices_that_share_the_length_change_nothing(name, sizes):
+    """Where they take heads for tokens, and where there are too few heads for that."""
+    rng, mesh = np.random.default_rng(3), mesh_of(**sizes)
+    segments = np.concatenate([PACKED, PACKED[:, -1:]], axis=1)
+    x, weight = rng.normal(size=(2, *segments.shape, zoo.WIDTH)).astype(np.float32) * (segments > 0)[..., None]
+    mixer, ctx = zoo.make((name, SMALL[name], "t5")), zoo.context(segments)
+
+    def step(variables, x):
+        def objective(variables, x):
+            return jnp.sum(mixer.apply(variables, x, ctx)[0] * weight)
+
+        return jax.value_and_grad(objective, argnums=(0, 1))(variables, x)
+
+    placed = jax.device_put(x, NamedSharding(mesh, P("data", "sequence")))
+    shared = on_mesh(step, mesh)(zoo.params(mixer), placed)
+    for one, other in zip(jax.tree.leaves(shared), jax.tree.leaves(jax.jit(step)(zoo.params(mixer), x)), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-4)
 
 
 def test_blocks_that_were_not_chosen_are_not_read():

@@ -4,12 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from model.contract import Context
 from model.errors import UserError
 from model.mixers import MIXERS
+from model.ops.chosen import attend, order_of
 from model.ops.lsh import rotations
 from tests import zoo
+from tests.host_mesh import mesh_of, on_mesh
 
 H, L = 4, 23
 
@@ -151,6 +155,68 @@ def test_reformers_chunks_are_those_of_each_document():
     )
     for one, other in zip(sort, every, strict=True):
         np.testing.assert_allclose(one[segments > 0], other[segments > 0], atol=1e-5)
+
+
+SMALL = {
+    "moba": {"block": 3, "top": 2, "n_kv_heads": 2},
+    "nsa": {"length": 2, "stride": 1, "block": 3, "top": 3, "sliding": 3, "n_kv_heads": 2},
+    "reformer": {"chunk": 3, "n_buckets": 4},
+}
+PACKED = np.asarray([[1] * 4 + [0, 1, 0] + [2] * 9 + [3] * 7, [0, 0] + [5] * 20 + [0]])
+
+
+@pytest.mark.scale
+@pytest.mark.parametrize(("name", "position"), [(name, "t5") for name in SMALL] + [("moba", "alibi")])
+def test_biases_are_of_the_pairs_that_are_seen(name, position):
+    """Values and gradients, those of the bias among them, are the same whether few pairs are made or all."""
+    case, rng = (name, SMALL[name], position), np.random.default_rng(2)
+    x, weight = rng.normal(size=(2, *PACKED.shape, zoo.WIDTH)).astype(np.float32) * (PACKED > 0)[..., None]
+    few, every = (zoo.make(case, implementation=one) for one in (None, "reference"))
+    (grads, pull), y = zoo.gradient(few)(zoo.params(few), x, zoo.context(PACKED), weight)
+    (all_grads, all_pull), all_y = zoo.gradient(every)(zoo.params(every), x, zoo.context(PACKED), weight)
+    for one, other in zip(jax.tree.leaves(grads), jax.tree.leaves(all_grads), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-4)
+    np.testing.assert_allclose(pull, all_pull, atol=2e-4)
+    np.testing.assert_allclose(y[PACKED > 0], all_y[PACKED > 0], atol=2e-5)
+
+
+@pytest.mark.scale
+@pytest.mark.parametrize("sizes", [dict(data=2, tensor=2, sequence=2), dict(sequence=8)], ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_devices_that_share_the_length_change_nothing(name, sizes):
+    """Where they take heads for tokens, and where there are too few heads for that."""
+    rng, mesh = np.random.default_rng(3), mesh_of(**sizes)
+    segments = np.concatenate([PACKED, PACKED[:, -1:]], axis=1)
+    x, weight = rng.normal(size=(2, *segments.shape, zoo.WIDTH)).astype(np.float32) * (segments > 0)[..., None]
+    mixer, ctx = zoo.make((name, SMALL[name], "t5")), zoo.context(segments)
+
+    def step(variables, x):
+        def objective(variables, x):
+            return jnp.sum(mixer.apply(variables, x, ctx)[0] * weight)
+
+        return jax.value_and_grad(objective, argnums=(0, 1))(variables, x)
+
+    placed = jax.device_put(x, NamedSharding(mesh, P("data", "sequence")))
+    shared = on_mesh(step, mesh)(zoo.params(mixer), placed)
+    for one, other in zip(jax.tree.leaves(shared), jax.tree.leaves(jax.jit(step)(zoo.params(mixer), x)), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-4)
+
+
+def test_blocks_that_were_not_chosen_are_not_read():
+    """Not in the gradient either: there is no number in them that could be."""
+    order = order_of((1, L), None, 16, 4)  # the queries are a block, which sees itself and the first
+    rng = np.random.default_rng(0)
+    q, k = (rng.normal(size=shape).astype(np.float32) for shape in ((1, 4, 1, 1, 4), (1, L, 1, 4)))
+    k[:, 4:16] = np.nan
+    chosen = jnp.broadcast_to(jnp.asarray([16, 0, -1]), (1, 4, 1, 3))
+
+    def total(q, k):
+        places = dict(q_positions=order.index, k_positions=jnp.arange(L)[None])
+        return jnp.sum(attend(q, k, k, chosen, order, 4, bias=None, **places))
+
+    value, (d_q, d_k) = jax.value_and_grad(total, argnums=(0, 1))(q, k)
+    assert np.isfinite(value) and np.isfinite(d_q).all()
+    assert np.isfinite(d_k).all() and (d_k != 0).any(-1)[0, :, 0].nonzero()[0].tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
 
 
 @pytest.mark.parametrize("name", ["moba", "nsa"])

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.scale
 ROWS = ("data", "fsdp")
 WIDTH, LENGTH = 64, 512
 # Heads of sizes that kernels are made for; the defaults are for a small width.
+SPLASH = ("attention", "cross_attention", "mla", "nsa", "synthesizer")  # whose heads a TPU's kernel serves
 SETTINGS = {"mamba2": dict(head_dim=16, state=16)}
 
 
@@ -73,7 +74,7 @@ def test_every_mixer_lowers(name, chip):
     few = mixer_step(cls(width=WIDTH, **settings), mesh_of(chip, data=2, tensor=2))
     many = mesh_of(chip, data=4, fsdp=4, tensor=4, sequence=4)
     mixer_step(cls(width=WIDTH, dtype=jnp.bfloat16, **settings), many, packed=True)
-    assert ("splash" in few) == (chip == "tpu" and name in ("attention", "mla", "cross_attention", "synthesizer"))
+    assert ("splash" in few) == (chip == "tpu" and name in SPLASH)
     assert ("ssd_states" in few) == (chip == "gpu" and name == "mamba2")
 
 

@@ -47,6 +47,7 @@ VARIANTS = {
     "gru": [{"hidden": 12}],
     "h3": [{"head_dim": 4, "state": 8, "shift": 3}],
     "hgrn2": [{"lower_bound": 0.7, "n_heads": 2}],
+    "hyena": [{"order": 3, "conv": 4, "filter_layers": 1, "bands": 2, "longest": 8, "floor": 0.1}],
     "kda": [{"head_dim": 8, "rank": 3}],
     "linear": [
         {"feature": "identity"},
@@ -56,7 +57,6 @@ VARIANTS = {
     ],
     "linformer": [{"rank": 5, "longest": 100, "share": "none"}, {"rank": 5, "longest": 100, "share": "heads"}],
     "local": [{"block": 10, "n_kv_heads": 1}],
-    "hyena": [{"order": 3, "conv": 4, "filter_layers": 1, "bands": 2, "longest": 8, "floor": 0.1}],
     "lru": [{"window": 4}],
     "lstm": [{"hidden": 12}],
     "luna": [{"packed": 5, "tied": False}],
@@ -87,13 +87,6 @@ VARIANTS = {
     "slstm": [{"n_heads": 2, "conv": 2}],
     "strided": [{"stride": 3, "n_kv_heads": 2}],
     "synthesizer": [{"kind": "random", "longest": 100}, {"kind": "factorized", "longest": 100, "rank": 3}],
-}
-REFERENCE = {
-    "attention": "reference",
-    "fox": "reference",
-    "hyena": "reference",
-    "mega": "reference",
-    "mla": "reference",
 }
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]

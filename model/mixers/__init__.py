@@ -16,11 +16,11 @@ from model.mixers.gated_deltanet import GatedDeltaNet
 from model.mixers.gla import GLA
 from model.mixers.h3 import H3
 from model.mixers.hgrn2 import HGRN2
+from model.mixers.hyena import Hyena
 from model.mixers.kda import KDA
 from model.mixers.linear import Linear
 from model.mixers.linformer import Linformer
 from model.mixers.local import Local
-from model.mixers.hyena import Hyena
 from model.mixers.lru import LRU
 from model.mixers.luna import Luna
 from model.mixers.mamba import Mamba
@@ -64,12 +64,11 @@ MIXERS: dict[str, type[Mixer]] = {
     "gru": GRU,
     "h3": H3,
     "hgrn2": HGRN2,
+    "hyena": Hyena,
     "kda": KDA,
     "linear": Linear,
     "linformer": Linformer,
     "local": Local,
-    "hyena": Hyena,
-    "lstm": LSTM,
     "lru": LRU,
     "lstm": LSTM,
     "luna": Luna,

@@ -127,7 +127,7 @@ def sorted_round(
         return tiled(flat.reshape(x.shape))
 
     def told(x: Array) -> Array:
-        return tiled(jnp.take_along_axis(jnp.broadcast_to(x, bucket.shape), there, axis=-1))
+        return tiled(jnp.take_along_axis(jnp.broadcast_to(x, there.shape), there, axis=-1))
 
     s = jnp.broadcast_to(jnp.arange(n * T, dtype=jnp.int32).reshape(n, T), (B, H, n, T))
     document, bucket = told(document), told(bucket)

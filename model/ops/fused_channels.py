@@ -22,7 +22,7 @@ from model.ops.fused_state import Refs, carried, launch, on_each_device, sides, 
 
 Array = jax.Array
 
-LITTLE = 40.0  # of log decay between the middle of a chunk and its ends: two factors of e^40 can be multiplied
+LITTLE = 64.0  # of log decay between the middle of a chunk and its ends: e^64 and e^-64 are far from any bounds
 PARAMS = {  # warps and stages by kernel
     "added": (4, 1),
     "outputs": (8, 1),
@@ -40,25 +40,30 @@ def summed(seen: Array, x: Array, dtype: Any) -> Array:
     return dot(seen, high) + dot(seen, low)
 
 
-def to_tokens(w: Array, see: Refs, dtype: Any) -> tuple[Array, Array]:
-    """Log decays from before the chunk to its tokens, and what is left there of the state before it, [Q, K]."""
+def rows(x: Array, see: Refs, name: str) -> Array:
+    """x where tokens are of the first document of a chunk, or of the last; else nothing."""
+    if "documents" not in see:
+        return x
+    kept = see["documents"][...] == 0 if name == "first" else see["last"][...] != 0
+    return jnp.where(kept[:, None], x, 0)
+
+
+def to_tokens(w: Array, see: Refs, dtype: Any) -> Array:
+    """What is left at tokens of the state before the chunk, [Q, K]."""
     row, column = sides(w.shape[0])
-    sums = summed(row >= column, w, dtype)
-    left = jnp.exp(sums)
-    return sums, left if "documents" not in see else jnp.where(see["documents"][...][:, None] == 0, left, 0)
+    return rows(jnp.exp(summed(row >= column, w, dtype)), see, "first")
 
 
 def to_ends(w: Array, see: Refs, dtype: Any) -> Array:
     """What is left of tokens at the end of the chunk, [Q, K]."""
     row, column = sides(w.shape[0])
-    left = jnp.exp(summed(row < column, w, dtype))
-    return left if "documents" not in see else jnp.where(see["last"][...][:, None] != 0, left, 0)
+    return rows(jnp.exp(summed(row < column, w, dtype)), see, "last")
 
 
 def added_kernel(see: Refs, out, *total, reverse: bool):
     """`(left k)^T v`, what a chunk adds to the state after it, and what it leaves of that before; in reverse, of q."""
     k, w = see["k"][...], see["w"][...].astype(jnp.float32)
-    left = to_tokens(w, see, k.dtype)[1] if reverse else to_ends(w, see, k.dtype)
+    left = (to_tokens if reverse else to_ends)(w, see, k.dtype)
     out[...] = dot((k * left).astype(k.dtype), see["v"][...], trans_a=True).astype(out.dtype)
     for every in total:
         kept = jnp.exp(jnp.sum(w, axis=0))
@@ -113,47 +118,42 @@ def meeting(level: Any, i: Array, j: Array) -> Array:
     return (i >> (level + 1) == j >> (level + 1)) & ((i >> level) & 1 == 1) & ((j >> level) & 1 == 0)
 
 
-def from_middle(sums: Array, w: Array) -> tuple[Array, Array]:
-    """Log decays from the chunk's middle to tokens, above 0 for those before it; and whether they are little."""
+def whether_little(w: Array, sums: Array) -> tuple[Array, Array, Array]:
+    """Log decays from the chunk's middle to tokens, above 0 before it; those up to it, [K]; and if all are little."""
     half = lax.broadcasted_iota(jnp.int32, w.shape, 0) < w.shape[0] // 2
-    s = sums - jnp.sum(jnp.where(half, w, 0), axis=0)[None, :]
-    return s, jnp.max(jnp.abs(s)) <= LITTLE
-
-
-def weights_of(q: Array, k: Array, w: Array, sums: Array) -> Array:
-    """What tokens j < i weigh at tokens i, at [i, j]; elsewhere anything finite or not."""
-    s, little = from_middle(sums, w)
-    Q = q.shape[0]
-    row, column = sides(Q)
-
-    def at_once():
-        return dot((q * jnp.exp(s)).astype(q.dtype), (k * jnp.exp(-s)).astype(k.dtype), trans_b=True)
-
-    def by_halves():
-        def step(level, weights):
-            pairs, decay = meeting(level, row, column), jnp.exp(summed(between(level, row, column), w, q.dtype))
-            met = dot((q * decay).astype(q.dtype), (k * decay).astype(k.dtype), trans_b=True)
-            return weights + jnp.where(pairs, met, 0)
-
-        return lax.fori_loop(0, (Q - 1).bit_length(), step, jnp.zeros((Q, Q), w.dtype))
-
-    return lax.cond(little, at_once, by_halves)
-
-
-def with_itself(q: Array, k: Array, weights: Array, seen: Array) -> Array:
-    """The weights of earlier tokens that are seen, and a token's own."""
-    row, column = sides(q.shape[0])
-    own = jnp.sum(q.astype(weights.dtype) * k, axis=1)
-    return jnp.where(row == column, own[:, None], jnp.where(seen, weights, 0))
+    middle = jnp.sum(jnp.where(half, w, 0), axis=0)
+    s = sums - middle[None, :]
+    return s, middle, jnp.max(jnp.abs(s)) <= LITTLE
 
 
 def outputs_kernel(see: Refs, y):
     """One head of one chunk. q, k, w: [Q, K]; v, y: [Q, V]; before: [K, V]."""
-    q, k, v, w = see["q"][...], see["k"][...], see["v"][...], see["w"][...].astype(jnp.float32)
-    sums, left = to_tokens(w, see, q.dtype)
-    past = dot((q * left).astype(q.dtype), see["before"][...])
-    weights = with_itself(q, k, weights_of(q, k, w, sums), same_document(see, len(q)))
-    y[...] = (past + dot(weights.astype(v.dtype), v)).astype(y.dtype)
+    q, k, w = see["q"][...], see["k"][...], see["w"][...].astype(jnp.float32)
+    Q, narrow = q.shape[0], q.dtype
+    row, column = sides(Q)
+    seen, sums = same_document(see, Q), summed(row >= column, w, narrow)
+    s, middle, little = whether_little(w, sums)
+
+    def write(weights, past):
+        v = see["v"][...]
+        y[...] = (rows(past, see, "first") + dot(weights.astype(v.dtype), v)).astype(y.dtype)
+
+    @pl.when(little)
+    def at_once():
+        scaled_q, scaled_k = (q * jnp.exp(s)).astype(narrow), (k * jnp.exp(-s)).astype(narrow)
+        weights = jnp.where(seen, dot(scaled_q, scaled_k, trans_b=True), 0)
+        write(weights, dot(scaled_q, (see["before"][...] * jnp.exp(middle)[:, None]).astype(narrow)))
+
+    @pl.when(~little)
+    def by_halves():
+        def step(level, weights):
+            pairs, decay = meeting(level, row, column), jnp.exp(summed(between(level, row, column), w, narrow))
+            met = dot((q * decay).astype(narrow), (k * decay).astype(narrow), trans_b=True)
+            return weights + jnp.where(pairs & seen, met, 0)
+
+        own = jnp.sum(q.astype(w.dtype) * k, axis=1)[:, None]
+        weights = lax.fori_loop(0, (Q - 1).bit_length(), step, jnp.where(row == column, own, 0))
+        write(weights, dot((q * jnp.exp(sums)).astype(narrow), see["before"][...]))
 
 
 def outputs(q, k, v, w, before, documents, chunk: int, interpret: bool) -> Array:
@@ -166,63 +166,81 @@ def outputs(q, k, v, w, before, documents, chunk: int, interpret: bool) -> Array
     return launch(outputs_kernel, "channels_outputs", grid, given, made, PARAMS["outputs"], interpret)[0]
 
 
-def pairs_got(q: Array, k: Array, w: Array, sums: Array, d_scores: Array, got: Array) -> tuple[Array, ...]:
-    """Of pairs of tokens j < i: the weights, and what q, k and the decays get; the decays also the sums of later `got`.
-
-    d_scores: what the scores get, at [i, j], zero but for such pairs.
-    """
-    s, little = from_middle(sums, w)
-    Q, wide, narrow = q.shape[0], w.dtype, q.dtype
-    row, column = sides(Q)
-
-    def at_once():
-        in_q, in_k = jnp.exp(s), jnp.exp(-s)
-        scaled_q, scaled_k = (q * in_q).astype(narrow), (k * in_k).astype(narrow)
-        weights = dot(scaled_q, scaled_k, trans_b=True)
-        dq = in_q * dot(d_scores.astype(narrow), scaled_k)
-        dk = in_k * dot(d_scores.astype(narrow), scaled_q, trans_a=True)
-        # Pairs with i at a token or later, less those with j there too.
-        return weights, dq, dk, summed(row <= column, got + q * dq - k * dk, narrow)
-
-    def by_halves():
-        def step(level, found):
-            weights, dq, dk, dw = found
-            pairs, decay = meeting(level, row, column), jnp.exp(summed(between(level, row, column), w, narrow))
-            scaled_q, scaled_k = (q * decay).astype(narrow), (k * decay).astype(narrow)
-            here = jnp.where(pairs, d_scores, 0).astype(narrow)
-            to_q, to_k = decay * dot(here, scaled_k), decay * dot(here, scaled_q, trans_a=True)
-            weights += jnp.where(pairs, dot(scaled_q, scaled_k, trans_b=True), 0)
-            dw += summed(between(level, column, row), q * to_q + k * to_k, narrow)
-            return weights, dq + to_q, dk + to_k, dw
-
-        none = jnp.zeros(w.shape, wide)
-        start = jnp.zeros((Q, Q), wide), none, none, summed(row <= column, got, narrow)
-        return lax.fori_loop(0, (Q - 1).bit_length(), step, start)
-
-    return lax.cond(little, at_once, by_halves)
-
-
-def gradients_kernel(see: Refs, dq, dk, dv, dw):
+def gradients_kernel(see: Refs, *out):
     """What one head of one chunk's tokens get. dy: [Q, V]; before, after: [K, V], `after` the gradient of the later."""
-    q, k, w, dy = see["q"][...], see["k"][...], see["w"][...].astype(jnp.float32), see["dy"][...]
+    w = see["w"][...].astype(jnp.float32)
+    row, column = sides(w.shape[0])
+    sums = summed(row >= column, w, see["q"].dtype)
+    s, middle, little = whether_little(w, sums)
+    pl.when(little)(lambda: gradients_at_once(see, w, s, middle, *out))
+    pl.when(~little)(lambda: gradients_by_halves(see, w, sums, *out))
+
+
+def scores_got(see: Refs) -> tuple[Array, Array]:
+    """What scores of tokens j < i get, at [i, j], and what those of a token with itself do, [Q, 1]."""
+    row, column = sides(see["q"].shape[0])
+    got = dot(see["dy"][...], see["v"][...], trans_b=True)
+    own = jnp.sum(jnp.where(row == column, got, 0), axis=1)[:, None]
+    return jnp.where(same_document(see, len(row)) & (row > column), got, 0), own
+
+
+def kept_got(see: Refs, w: Array) -> Array:
+    """What log decays get from the state before the chunk by that after it, [K]."""
+    both = jnp.sum(see["before"][...].astype(w.dtype) * see["after"][...], axis=1)
+    got = jnp.exp(jnp.sum(w, axis=0)) * both
+    return got if "documents" not in see else jnp.where(see["none"][...] != 0, got, 0)
+
+
+def gradients_at_once(see: Refs, w: Array, s: Array, middle: Array, dq, dk, dv, dw):
+    """Linear attention of scaled tokens between scaled states."""
+    q, k, dy = see["q"][...], see["k"][...], see["dy"][...]
+    narrow = q.dtype
+    row, column = sides(q.shape[0])
+    in_q, in_k = jnp.exp(s), jnp.exp(-s)
+    scaled_q, scaled_k = (q * in_q).astype(narrow), (k * in_k).astype(narrow)
+    after = (see["after"][...] * jnp.exp(jnp.sum(w, axis=0) - middle)[:, None]).astype(narrow)
+    weights = jnp.where(same_document(see, len(row)), dot(scaled_q, scaled_k, trans_b=True), 0).astype(narrow)
+    dv[...] = (rows(dot(scaled_k, after), see, "last") + dot(weights, dy, trans_a=True)).astype(dv.dtype)
+    d_scores, own = scores_got(see)
+    d_scores = d_scores.astype(narrow)
+    before = (see["before"][...] * jnp.exp(middle)[:, None]).astype(narrow)
+    to_q = in_q * (rows(dot(dy, before, trans_b=True), see, "first") + dot(d_scores, scaled_k))
+    dq[...] = (to_q + own * k).astype(dq.dtype)
+    later = rows(dot(see["v"][...], after, trans_b=True), see, "last")
+    to_k = in_k * (later + dot(d_scores, scaled_q, trans_a=True))
+    dk[...] = (to_k + own * q).astype(dk.dtype)
+    # Pairs with i at a token or later, less those with j there too; so with the state after the chunk.
+    every = jnp.sum(scaled_k * later, axis=0) + kept_got(see, w)
+    dw[...] = (summed(row <= column, q * to_q - k * to_k, narrow) + every[None, :]).astype(dw.dtype)
+
+
+def gradients_by_halves(see: Refs, w: Array, sums: Array, dq, dk, dv, dw):
+    q, k, dy = see["q"][...], see["k"][...], see["dy"][...]
     Q, narrow = q.shape[0], q.dtype
     row, column = sides(Q)
-    seen = same_document(see, Q)
-    sums, left = to_tokens(w, see, narrow)
-    to_end = to_ends(w, see, narrow)
-    past = left * dot(dy, see["before"][...], trans_b=True)
-    later = to_end * dot(see["v"][...], see["after"][...], trans_b=True)
-    d_scores = jnp.where(seen, dot(dy, see["v"][...], trans_b=True), 0)
-    own = jnp.sum(jnp.where(row == column, d_scores, 0), axis=1)[:, None]
-    d_scores = jnp.where(row > column, d_scores, 0)
-    weights, to_q, to_k, to_w = pairs_got(q, k, w, sums, d_scores, past * q)
+    d_scores, own = scores_got(see)
+
+    def step(level, found):
+        weights, dq, dk, dw = found
+        pairs, decay = meeting(level, row, column), jnp.exp(summed(between(level, row, column), w, narrow))
+        scaled_q, scaled_k = (q * decay).astype(narrow), (k * decay).astype(narrow)
+        here = jnp.where(pairs, d_scores, 0).astype(narrow)
+        to_q, to_k = decay * dot(here, scaled_k), decay * dot(here, scaled_q, trans_a=True)
+        weights += jnp.where(pairs, dot(scaled_q, scaled_k, trans_b=True), 0)
+        dw += summed(between(level, column, row), q * to_q + k * to_k, narrow)
+        return weights, dq + to_q, dk + to_k, dw
+
+    itself = jnp.where(row == column, jnp.sum(q.astype(w.dtype) * k, axis=1)[:, None], 0)
+    none = jnp.zeros(w.shape, w.dtype)
+    weights, to_q, to_k, to_w = lax.fori_loop(0, (Q - 1).bit_length(), step, (itself, none, none, none))
+    past = jnp.exp(sums) * rows(dot(dy, see["before"][...], trans_b=True), see, "first")
     dq[...] = (past + to_q + own * k).astype(dq.dtype)
+    to_end = to_ends(w, see, narrow)
+    later = to_end * dot(see["v"][...], see["after"][...], trans_b=True)
     dk[...] = (later + to_k + own * q).astype(dk.dtype)
-    kept = jnp.exp(jnp.sum(w, axis=0)) * jnp.sum(see["before"][...].astype(w.dtype) * see["after"][...], axis=1)
-    if "documents" in see:
-        kept = jnp.where(see["none"][...] != 0, kept, 0)
-    dw[...] = (to_w + summed(row > column, later * k, narrow) + kept[None, :]).astype(dw.dtype)
-    weights = with_itself(q, k, weights, seen).astype(dy.dtype)
+    to_w += summed(row <= column, past * q, narrow) + summed(row > column, later * k, narrow)
+    dw[...] = (to_w + kept_got(see, w)[None, :]).astype(dw.dtype)
+    weights = jnp.where(same_document(see, Q), weights, 0).astype(dy.dtype)
     dv[...] = (dot((k * to_end).astype(narrow), see["after"][...]) + dot(weights, dy, trans_a=True)).astype(dv.dtype)
 
 

@@ -21,8 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from model.errors import choose
+from model import placement
+from model.errors import UserError, choose
 from model.ops.decays import FORGET, in_chunks
+from model.ops.ssd import AMPERE, DTYPES, SIDES
 from model.ops.stretches import of_earlier, of_last, on_stretches, stretches
 from model.ops.wkv import meetings
 
@@ -46,8 +48,18 @@ def spelt_out(tokens: Tokens, dtype: jax.typing.DTypeLike) -> tuple[Array, Array
     return q, k, v, w, t["a"], t["b"]
 
 
-def sequential(tokens: Tokens, h0: Array) -> tuple[Array, Array]:
+def forgetting(tokens: Tokens, keep: Array | None, dtype: jax.typing.DTypeLike) -> Tokens:
+    """The tokens with decays that leave nothing of the past, and corrections of none, where it is not kept."""
+    if keep is None:
+        return tokens
+    w = tokens.get("w", jnp.zeros(tokens["q"].shape[:3], dtype))
+    tokens = tokens | dict(w=jnp.where(keep.reshape(*keep.shape, *[1] * (w.ndim - 2)), w, FORGET))
+    return tokens | (dict(b=jnp.where(keep[..., None, None], tokens["b"], 0)) if "b" in tokens else {})
+
+
+def sequential(tokens: Tokens, h0: Array, keep: Array | None) -> tuple[Array, Array]:
     """One token after another: the definition."""
+    tokens = forgetting(tokens, keep, h0.dtype)
 
     def step(h, token):
         q, k, v, w, a, b = spelt_out(token, h.dtype)
@@ -150,8 +162,9 @@ def chunks_in_turn(tokens: Tokens, h0: Array) -> tuple[Array, Array]:
     return y.reshape(y.shape[0], -1, *y.shape[4:])[:, :L], h
 
 
-def chunked(tokens: Tokens, h0: Array) -> tuple[Array, Array]:
+def chunked(tokens: Tokens, h0: Array, keep: Array | None) -> tuple[Array, Array]:
     """Products within a chunk, one chunk after another, and maps of states between devices that share the length."""
+    tokens = forgetting(tokens, keep, h0.dtype)
     if stretches(tokens["q"].shape[1]) == 1:
         return chunks_in_turn(tokens, h0)
 
@@ -173,7 +186,39 @@ def chunked(tokens: Tokens, h0: Array) -> tuple[Array, Array]:
     return on_stretches(stretch, tokens, h0)
 
 
-IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked}
+def fused(tokens: Tokens, h0: Array, keep: Array | None) -> tuple[Array, Array]:
+    """The delta rule's products in kernels of their own, on GPUs."""
+    if reasons := lacking(tokens):
+        raise UserError(
+            f"delta_rule implementation 'fused' cannot serve {'; '.join(reasons)}; leave it unset, or use 'chunked'"
+        )
+    from model.ops.fused_delta import fused_delta  # here: Pallas takes a second to load, and only GPUs need it
+
+    q, k, v, beta, w = (tokens.get(name) for name in ("q", "k", "v", "beta", "w"))
+    opens = None if keep is None else ~keep
+    y, h = fused_delta(q.astype(v.dtype), k.astype(v.dtype), v, beta.astype(h0.dtype), w, h0, opens, 64)
+    return y.astype(h0.dtype), h
+
+
+def lacking(tokens: Tokens) -> list[str]:
+    """Why the fused kernels cannot serve a call; empty if they can."""
+    reasons, sides = [], {tokens[name].shape[-1] for name in ("k", "v")}
+    if placement.capability() < AMPERE:
+        reasons.append(f"the platform {placement.chip()} (it runs on gpu from {AMPERE[0]}.{AMPERE[1]})")
+    if tokens["v"].dtype not in DTYPES:
+        reasons.append(f"{tokens['v'].dtype} (it takes {', '.join(DTYPES)})")
+    if "beta" not in tokens:
+        reasons.append("corrections in other directions than a key's")
+    if "w" in tokens and tokens["w"].ndim == 4:
+        reasons.append("channels that decay by themselves")
+    if sides - set(SIDES):
+        reasons.append(f"heads of {sorted(sides)} channels (it takes {', '.join(map(str, SIDES))})")
+    if stretches(tokens["q"].shape[1]) > 1:
+        reasons.append("devices that share the length")
+    return reasons
+
+
+IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked, "fused": fused}
 
 
 def delta_rule(
@@ -195,12 +240,9 @@ def delta_rule(
     [B, L, H, K], or none; h0: [B, H, K, P]; keep: [B, L], false where the past is forgotten. Either beta [B, L, H] or
     both a and b [B, L, H, K] are given. A step with k = 0, w = 0 and beta = 0 or a = 0 leaves the state as it was.
     """
-    if implementation is None:
-        implementation = "sequential" if q.shape[1] == 1 else "chunked"
-    run = choose("delta_rule implementation", implementation, IMPLEMENTATIONS)
-    if keep is not None:
-        kept = keep[..., None] if w is None else keep.reshape(*keep.shape, *[1] * (w.ndim - 2))
-        w = jnp.where(kept, jnp.zeros(q.shape[:3], h0.dtype) if w is None else w, FORGET)
-        b = b if b is None else jnp.where(keep[..., None, None], b, 0)
     tokens = dict(q=q, k=k, v=v, w=w, beta=beta, a=a, b=b)
-    return run({name: leaf for name, leaf in tokens.items() if leaf is not None}, h0)
+    tokens = {name: leaf for name, leaf in tokens.items() if leaf is not None}
+    if implementation is None:
+        implementation = "sequential" if q.shape[1] == 1 else "chunked" if lacking(tokens) else "fused"
+    run = choose("delta_rule implementation", implementation, IMPLEMENTATIONS)
+    return run(tokens, h0, None if keep is None else keep.astype(bool))

@@ -12,15 +12,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from model.errors import choose
+from model import placement
+from model.errors import UserError, choose
 from model.ops import ssd, wkv
 from model.ops.decays import FORGET, STRONGEST
+from model.ops.ssd import AMPERE, DTYPES, SIDES
+from model.ops.stretches import stretches
 
 Array = jax.Array
 
 
-def sequential(q: Array, k: Array, v: Array, w: Array, h0: Array, keep: Array | None) -> tuple[Array, Array]:
+def sequential(q: Array, k: Array, v: Array, w: Array | None, h0: Array, keep: Array | None) -> tuple[Array, Array]:
     """One token after another: the definition."""
+    w = none_decays(k, h0) if w is None else w
     w = w[..., None] if w.ndim == 3 else w
     if keep is not None:
         w = jnp.where(keep[..., None, None], w, FORGET)
@@ -35,8 +39,9 @@ def sequential(q: Array, k: Array, v: Array, w: Array, h0: Array, keep: Array | 
     return jnp.swapaxes(y, 0, 1).astype(v.dtype), h
 
 
-def chunked(q: Array, k: Array, v: Array, w: Array, h0: Array, keep: Array | None) -> tuple[Array, Array]:
+def chunked(q: Array, k: Array, v: Array, w: Array | None, h0: Array, keep: Array | None) -> tuple[Array, Array]:
     """Products within chunks, and states carried from one to the next; the gradient keeps the inputs alone."""
+    w = none_decays(k, h0) if w is None else w
     if w.ndim == 3:
         opens = None if keep is None else ~keep
         y, h = ssd.chunked(v, None, w, k, q, jnp.swapaxes(h0, -1, -2), opens, None)
@@ -49,12 +54,68 @@ def chunked(q: Array, k: Array, v: Array, w: Array, h0: Array, keep: Array | Non
     return (y + jnp.sum(q * k, axis=-1, keepdims=True) * u).astype(v.dtype), h
 
 
-IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked}
+def none_decays(k: Array, h0: Array) -> Array:
+    return jnp.zeros(k.shape[:3], h0.dtype)
 
 
-def best(q: Array) -> str:
+def fused(q: Array, k: Array, v: Array, w: Array | None, h0: Array, keep: Array | None) -> tuple[Array, Array]:
+    """The same products in kernels of their own, on GPUs; values of other sizes in several parts, keys filled up."""
+    if reasons := lacking(k, v, w):
+        raise UserError(
+            f"matrix_state implementation 'fused' cannot serve {'; '.join(reasons)}; leave it unset, or use 'chunked'"
+        )
+    from model.ops.fused_channels import fused_channels  # here: Pallas takes a second to load, and only GPUs need it
+    from model.ops.fused_state import fused_state
+
+    run = fused_channels if w is not None and w.ndim == 4 else fused_state
+    opens, K, side = None if keep is None else ~keep, k.shape[-1], next(n for n in SIDES if n >= k.shape[-1])
+    q, k = filled(q, side), filled(k, side)
+    w = filled(w, side) if w is not None and w.ndim == 4 else w
+    outputs, states = [], []
+    for part in parts(v.shape[-1]):
+        size = part.stop - part.start
+        to = next(n for n in SIDES if n >= size)
+        h = jnp.pad(h0[..., part], [(0, 0), (0, 0), (0, side - K), (0, to - size)])
+        y, h = run(q, k, filled(v[..., part], to), w, h, opens, CHUNK)
+        outputs.append(y[..., :size])
+        states.append(h[..., :K, :size])
+    return jnp.concatenate(outputs, axis=-1), jnp.concatenate(states, axis=-1)
+
+
+def filled(x: Array, size: int) -> Array:
+    """Zeros behind the last axis, up to a size."""
+    return x if x.shape[-1] == size else jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, size - x.shape[-1])])
+
+
+def parts(size: int) -> list[slice]:
+    """A value's channels in parts that a kernel takes, the last of them filled up."""
+    starts = range(0, size, SIDES[-1])
+    return [slice(start, min(start + SIDES[-1], size)) for start in starts]
+
+
+def lacking(k: Array, v: Array, w: Array | None) -> list[str]:
+    """Why the fused kernels cannot serve a call; empty if they can."""
+    reasons = []
+    if placement.capability() < AMPERE:
+        reasons.append(f"the platform {placement.chip()} (it runs on gpu from {AMPERE[0]}.{AMPERE[1]})")
+    if v.dtype not in DTYPES:
+        reasons.append(f"{v.dtype} (it takes {', '.join(DTYPES)})")
+    if k.shape[-1] > SIDES[-1]:
+        reasons.append(f"keys of {k.shape[-1]} channels (it takes up to {SIDES[-1]})")
+    if stretches(v.shape[1]) > 1:
+        reasons.append("devices that share the length")
+    return reasons
+
+
+CHUNK = 128  # tokens whose weights a kernel holds
+IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked, "fused": fused}
+
+
+def best(k: Array, v: Array, w: Array | None) -> str:
     """The implementation for a call that names none."""
-    return "sequential" if q.shape[1] == 1 else "chunked"
+    if v.shape[1] == 1:
+        return "sequential"
+    return "chunked" if lacking(k, v, w) else "fused"
 
 
 def matrix_state(
@@ -73,9 +134,9 @@ def matrix_state(
     w: log decays, none positive, wide: of a head [B, L, H], of each of its channels [B, L, H, K], or None for none at
     all. A step with k = 0 and w = 0 leaves the state as it was. q, k and v may be narrow.
     """
-    run = choose("matrix_state implementation", implementation or best(q), IMPLEMENTATIONS)
-    w = jnp.zeros(k.shape[:3], h0.dtype) if w is None else w.astype(h0.dtype)
-    if w.ndim == 3:  # running sums of channels are not taken apart, and need no bound
+    run = choose("matrix_state implementation", implementation or best(k, v, w), IMPLEMENTATIONS)
+    w = None if w is None else w.astype(h0.dtype)
+    if w is not None and w.ndim == 3:  # running sums of channels are not taken apart, and need no bound
         w = jnp.maximum(w, STRONGEST)
     keep = None if keep is None else keep.astype(bool)
     return run(q.astype(v.dtype), k.astype(v.dtype), v, w, h0, keep)

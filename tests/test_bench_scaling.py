@@ -209,15 +209,16 @@ def test_a_table_and_a_picture(tmp_path):
 @pytest.mark.quick
 def test_every_mixer_claims_and_can_be_made():
     for name, cls in scaling.ALONE.items():
-        mixer = scaling.make(name, width=64, dtype="float32")
+        mixer = scaling.make(name, 32, width=64, dtype="float32")
         assert mixer.causal != cls.both_ways_only
         assert 0 < scaling.claims(cls)["claimed_time"] <= 3
+        assert getattr(mixer, "longest", 32) == 32
     assert scaling.claims(MIXERS["attention"]) == {"claimed_memory": 1, "claimed_time": 2}
     assert scaling.lengths(20_000) == LENGTHS[:3] and scaling.lengths()[-1] == 2**14
 
 
 def test_a_step_is_measured():
-    mixer = scaling.make("s4d", width=8, dtype="float32")
+    mixer = scaling.make("s4d", 32, width=8, dtype="float32")
     row = scaling.measure(mixer, 32, scaling.room())
     assert row["status"] == MEASURED and row["seconds"] > 0 < row["compile_s"]
     assert row["tokens_per_s"] == 32 / row["seconds"]
@@ -231,7 +232,7 @@ def test_a_step_is_measured():
 
 
 def test_what_breaks_down_is_a_row(monkeypatch):
-    mixer = scaling.make("attention", width=8, dtype="float32")
+    mixer = scaling.make("attention", 32, width=8, dtype="float32")
 
     def raises(error, *_):
         raise error

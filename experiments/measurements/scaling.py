@@ -55,9 +55,11 @@ def lengths(longest: int | None = None) -> list[int]:
     return found
 
 
-def make(name: str, width: int, dtype: str) -> Mixer:
-    """A mixer as its defaults have it, causal if it can be."""
-    return ALONE[name](width=width, dtype=jnp.dtype(dtype), causal=not ALONE[name].both_ways_only)
+def make(name: str, length: int, width: int, dtype: str) -> Mixer:
+    """A mixer as its defaults have it, causal if it can be; with weights for this length where it has them for each."""
+    cls = ALONE[name]
+    sized = {"longest": length} if hasattr(cls, "longest") else {}
+    return cls(width=width, dtype=jnp.dtype(dtype), causal=not cls.both_ways_only, **sized)
 
 
 def claims(cls: type[Mixer]) -> dict[str, float]:
@@ -79,7 +81,7 @@ def rows(names: Sequence[str], lengths: Sequence[int], seconds: float, before: S
     claimed = {name: claims(ALONE[name]) for name in names}
 
     def ready(name: str, length: int) -> Callable[[], Row]:
-        return prepare(make(name, **size), length, limit)
+        return prepare(make(name, length, **size), length, limit)
 
     powers = {name: claim["claimed_time"] for name, claim in claimed.items()}
     for row in survey(powers, lengths, ready, seconds, before, workers()):
@@ -139,10 +141,20 @@ def broken(error: Exception) -> Row:
     return {"status": NO_MEMORY if lacking else FAILED, "error": reason.splitlines()[0][:200]}
 
 
-@cache
 def opened(mixer: Mixer) -> Any:
-    """Parameters, of which no mixer has more for a longer row."""
-    return jax.jit(lambda key: nn.unbox(mixer.init(key, tokens(mixer, 4), Context())))(jax.random.key(0))
+    """Parameters; those that a longer row shares stay."""
+    return drawn(mixer) if hasattr(mixer, "longest") else drawn_once(mixer)
+
+
+def drawn(mixer: Mixer) -> Any:
+    return jax.jit(partial(draw, mixer))(jax.random.key(0))
+
+
+drawn_once = cache(drawn)
+
+
+def draw(mixer: Mixer, key: jax.Array) -> Any:
+    return nn.unbox(mixer.init(key, tokens(mixer, 4), Context()))
 
 
 def tokens(mixer: Mixer, length: int) -> jax.Array:
@@ -156,8 +168,9 @@ def compiled(mixer: Mixer, length: int) -> jax.stages.Compiled:
         y, _ = mixer.apply(variables, x, Context(train=True))
         return jnp.sum(jnp.square(y.astype(jnp.float32)))
 
-    x = jax.ShapeDtypeStruct((1, length, mixer.width), mixer.dtype)
-    return jax.jit(jax.value_and_grad(objective, argnums=(0, 1))).lower(opened(mixer), x).compile()
+    variables = jax.eval_shape(partial(draw, mixer), jax.random.key(0))
+    x = jax.eval_shape(partial(tokens, mixer, length))
+    return jax.jit(jax.value_and_grad(objective, argnums=(0, 1))).lower(variables, x).compile()
 
 
 def seconds_of(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:

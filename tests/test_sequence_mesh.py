@@ -16,6 +16,7 @@ from model.mixers import MIXERS
 from model.mixers.rwkv import wkv
 from model.mixers.s4 import dplr_kernel, dplr_recurrence
 from model.ops.conv import long_conv, shift, short_conv, window_conv
+from model.ops.matrix_state import matrix_state
 from model.ops.ssd import ssd
 from model.ops.stretches import gathers
 from model.ops.wkv import wkv6
@@ -45,6 +46,16 @@ def mamba2(x, dt, A, Bs, Cs, h0):
 def rwkv6(r, k, v, w, u, h0):
     k, w = (jnp.where(REAL[..., None, None], x, 0) for x in (k, -jnp.exp(w)))
     return wkv6(r, k, v, w, u, h0, jnp.asarray(KEEP), implementation="chunked")
+
+
+def head_decay(q, k, v, w, h0):
+    k, w = jnp.where(REAL[..., None, None], k, 0), jnp.where(REAL[..., None], -jnp.exp(w), 0)
+    return matrix_state(q, k, v, w, h0, jnp.asarray(KEEP), implementation="chunked")
+
+
+def channel_decay(q, k, v, w, h0):
+    k, w = (jnp.where(REAL[..., None, None], x, 0) for x in (k, -jnp.exp(w)))
+    return matrix_state(q, k, v, w, h0, jnp.asarray(KEEP), implementation="chunked")
 
 
 def rwkv4(k, v, w, u, aa, bb):
@@ -90,6 +101,8 @@ MODES = dict(real=VECTOR, imag=VECTOR, P=VECTOR, B=VECTOR, C=VECTOR, log_dt=(6,)
 OPS = {
     mamba2: dict(x=HEADS, dt=HEADS[:3], A=(4,), Bs=PAIR, Cs=PAIR, h0=(B, 4, 3, 5)),
     rwkv6: dict(r=HEADS, k=HEADS, v=HEADS, w=HEADS, u=(4, 3), h0=(B, 4, 3, 3)),
+    head_decay: dict(q=HEADS, k=HEADS, v=(B, L, 4, 5), w=HEADS[:3], h0=(B, 4, 3, 5)),
+    channel_decay: dict(q=HEADS, k=HEADS, v=(B, L, 4, 5), w=HEADS, h0=(B, 4, 3, 5)),
     rwkv4: dict(k=CHANNELS, v=CHANNELS, w=(6,), u=(6,), aa=(B, 6), bb=(B, 6)),
     s4: dict(u=CHANNELS) | MODES,
     s4_in_documents: dict(u=CHANNELS) | MODES | dict(h0=(B, *VECTOR)),

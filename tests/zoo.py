@@ -34,7 +34,7 @@ VARIANTS = {
         {"n_heads": 3, "head_dim": 8, "bias": "all", "qk_norm": "all", "scale": 0.5, "gate": True},
     ],
     "b2s6": [{"blocks": 2, "state": 8}],
-    "cosformer": [{"longest": 30, "head_dim": 7}],
+    "cosformer": [{"longest": 30, "n_heads": 1, "head_dim": 15}],
     "fox": [{"window": 4, "n_kv_heads": 2, "sinks": True}],
     "gla": [{"n_heads": 2, "key_dim": 5, "rank": 3}],
     "gru": [{"hidden": 12}],

@@ -28,7 +28,7 @@ class Cosformer(Kernelised):
     @property
     def channels(self) -> int:
         # Of few channels none may be above 0, in a query and a key alike: then there is nothing to divide by.
-        return self.head_dim or max(8, self.width // self.n_heads)
+        return self.head_dim or max(16, self.width // self.n_heads)
 
     def features(self) -> int:
         return 2 * self.keys

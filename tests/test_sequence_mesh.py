@@ -18,6 +18,7 @@ from model.mixers.s4 import dplr_kernel, dplr_recurrence
 from model.ops.conv import long_conv, shift, short_conv, window_conv
 from model.ops.delta_rule import delta_rule
 from model.ops.document_conv import document_conv
+from model.ops.matrix_state import matrix_state
 from model.ops.ssd import ssd
 from model.ops.stretches import gathers
 from model.ops.wkv import wkv6
@@ -57,6 +58,16 @@ def gated_deltanet(q, k, v, w, beta, h0):
 def rwkv7(q, k, v, w, a, b, h0):
     k, w, a = (jnp.where(REAL[..., None, None], x, 0) for x in (k, -jnp.exp(w), a / 4))
     return delta_rule(q, k, v, w, h0, jnp.asarray(KEEP), a=a, b=b / 4, implementation="chunked")
+
+
+def head_decay(q, k, v, w, h0):
+    k, w = jnp.where(REAL[..., None, None], k, 0), jnp.where(REAL[..., None], -jnp.exp(w), 0)
+    return matrix_state(q, k, v, w, h0, jnp.asarray(KEEP), implementation="chunked")
+
+
+def channel_decay(q, k, v, w, h0):
+    k, w = (jnp.where(REAL[..., None, None], x, 0) for x in (k, -jnp.exp(w)))
+    return matrix_state(q, k, v, w, h0, jnp.asarray(KEEP), implementation="chunked")
 
 
 def rwkv4(k, v, w, u, aa, bb):
@@ -113,6 +124,8 @@ OPS = {
     rwkv6: dict(r=HEADS, k=HEADS, v=HEADS, w=HEADS, u=(4, 3), h0=(B, 4, 3, 3)),
     gated_deltanet: dict(q=HEADS, k=HEADS, v=(B, L, 4, 5), w=HEADS[:3], beta=HEADS[:3], h0=(B, 4, 3, 5)),
     rwkv7: dict(q=HEADS, k=HEADS, v=HEADS, w=HEADS, a=HEADS, b=HEADS, h0=(B, 4, 3, 3)),
+    head_decay: dict(q=HEADS, k=HEADS, v=(B, L, 4, 5), w=HEADS[:3], h0=(B, 4, 3, 5)),
+    channel_decay: dict(q=HEADS, k=HEADS, v=(B, L, 4, 5), w=HEADS, h0=(B, 4, 3, 5)),
     rwkv4: dict(k=CHANNELS, v=CHANNELS, w=(6,), u=(6,), aa=(B, 6), bb=(B, 6)),
     s4: dict(u=CHANNELS) | MODES,
     s4_in_documents: dict(u=CHANNELS) | MODES | dict(h0=(B, *VECTOR)),

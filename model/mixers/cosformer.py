@@ -25,6 +25,11 @@ class Cosformer(Kernelised):
 
     longest: Length = 4096  # M: the distance at which nothing is seen; tokens past this position count as if at it
 
+    @property
+    def channels(self) -> int:
+        # Of few channels none may be above 0, in a query and a key alike: then there is nothing to divide by.
+        return self.head_dim or max(16, self.width // self.n_heads)
+
     def features(self) -> int:
         return 2 * self.keys
 

@@ -112,7 +112,7 @@ class Kernelised(Mixer):
         if not self.head_dim:
             check_divides(f"model.{self.label}.n_heads", self.n_heads, "the width", self.width)
         heads, f = partial(dense, axes=("embed", "heads", None), dtype=self.dtype), wide(self.dtype)
-        q, k = (heads((self.n_heads, self.keys), name=name)(x).astype(f) for name in "qk")
+        q, k = (heads((self.n_heads, self.keys), name=name, out=f)(x) for name in "qk")
         v = heads((self.n_heads, self.channels), name="v")(x)
         y, after = self.mix(q, k, with_ones(v) if self.normalised else v, ctx, state)
         out = dense(self.width, ("heads", None, "embed"), self.dtype, "out", inputs=2)

@@ -73,10 +73,9 @@ class MLSTM(Decaying):
         self.check()
         (K, V), f = self.sides, wide(self.dtype)
         past = self.init_state(x.shape[0], 0) if state is None else state
-        q, k, v = (self.heads(name, x, size) for name, size in (("q", K), ("k", K), ("v", V)))
+        q, k, v = self.heads("q", x, K, out=f), self.heads("k", x, K, out=f), self.heads("v", x, V)
         log_i, log_f = self.gate("i", x, ZEROS), FORGETS[self.forget](self.gate("f", x, rising))
-        q, k = q.astype(f) * K**-0.5, k.astype(f)
-        y, after = mlstm(q, k, v, log_i, log_f, past, *marks(ctx), self.implementation)
+        y, after = mlstm(q * K**-0.5, k, v, log_i, log_f, past, *marks(ctx), self.implementation)
         y = self.head_norm(y, bias=False, eps=1e-6) * nn.sigmoid(self.heads("o", x, V))
         return self.close(y), None if state is None else after
 

@@ -95,5 +95,5 @@ def stabilised(
         log_f, log_i = jnp.where(real, log_f, 0), jnp.where(real, log_i, -jnp.inf)
     faded = log_f if keep is None else jnp.where(keep, log_f, -jnp.inf)
     before, m, last = exponents(*lax.stop_gradient((faded, log_i, m0)))
-    w = log_f + before - m
+    w = log_f + (before - m)  # m may be large, and what it was rounded by when it was made must not be lost
     return w if keep is None else jnp.where(keep, w, 0), m, last

@@ -41,6 +41,8 @@ ARCHS = {
     # Synthesizer: each token scores positions, of up to 512, and looks at no other token to do so
     "synthesizer": dict(mixers=("synthesizer",), position="sinusoidal", synthesizer=dict(longest=512)),
     "luna": dict(mixers=("luna",), position="sinusoidal"),  # 16 vectors a layer pack the tokens, which read them
+    # Sinkhorn: blocks of 32 tokens, each with another that is sorted to it, of rows of up to 1,024 tokens
+    "sinkhorn": dict(mixers=("sinkhorn",), causal=False, position="sinusoidal", sinkhorn=dict(longest=1024)),
     "s4d": dict(mixers=("s4d",)),  # diagonal state space, the same at every token
     "s4": dict(mixers=("s4",)),  # state space with HiPPO's matrix, diagonal plus low rank
     "s5": dict(mixers=("s5",)),  # one diagonal state space for all channels
@@ -107,6 +109,7 @@ MLP_WIDTHS = {
     "nystrom": (184, 352, 704, 1376),
     "synthesizer": (32, 224, 616, 1376),
     "luna": (160, 304, 616, 1200),
+    "sinkhorn": (120, 264, 576, 1160),
     "linformer": (96, 312, 680, 1368),
     "s4d": (184, 400, 832, 1680),
     "s4": (136, 352, 784, 1632),

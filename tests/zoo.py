@@ -50,6 +50,7 @@ VARIANTS = {
     "s4": [{"window": 4}],
     "s4d": [{"A_init": "inv", "state": 8}, {"A_init": "legs", "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
+    "sinkhorn": [{"block": 6, "longest": 100}, {"block": 5, "longest": 100, "n_heads": 2, "temperature": 0.3}],
     "synthesizer": [{"kind": "random", "longest": 100}, {"kind": "factorized", "longest": 100, "rank": 3}],
 }
 REFERENCE = {

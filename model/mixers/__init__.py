@@ -21,6 +21,7 @@ from model.mixers.rwkv6 import RWKV6
 from model.mixers.s4 import S4
 from model.mixers.s4d import S4D
 from model.mixers.s5 import S5
+from model.mixers.sinkhorn import Sinkhorn
 from model.mixers.synthesizer import Synthesizer
 
 MIXERS: dict[str, type[Mixer]] = {
@@ -46,5 +47,6 @@ MIXERS: dict[str, type[Mixer]] = {
     "s4": S4,
     "s4d": S4D,
     "s5": S5,
+    "sinkhorn": Sinkhorn,
     "synthesizer": Synthesizer,
 }

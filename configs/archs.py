@@ -60,6 +60,8 @@ ARCHS = {
     "nsa": dict(mixers=("nsa",), position="rope", nsa=dict(n_kv_heads=1)),
     "luna": dict(mixers=("luna",), position="sinusoidal"),  # 16 vectors a layer pack the tokens, which read them
     "reformer": dict(mixers=("reformer",), position="rope"),  # softmax attention among tokens that are hashed alike
+    # Sinkhorn: blocks of 32 tokens, each with another that is sorted to it, of rows of up to 1,024 tokens
+    "sinkhorn": dict(mixers=("sinkhorn",), causal=False, position="sinusoidal", sinkhorn=dict(longest=1024)),
     "s4d": dict(mixers=("s4d",)),  # diagonal state space, the same at every token
     "s4": dict(mixers=("s4",)),  # state space with HiPPO's matrix, diagonal plus low rank
     "s5": dict(mixers=("s5",)),  # one diagonal state space for all channels
@@ -150,6 +152,7 @@ MLP_WIDTHS = {
     "nystrom": (184, 352, 704, 1376),
     "synthesizer": (32, 224, 616, 1376),
     "luna": (160, 304, 616, 1200),
+    "sinkhorn": (120, 264, 576, 1160),
     "linformer": (96, 312, 680, 1368),
     "moba": (184, 352, 704, 1376),
     "mlstm": (184, 352, 704, 1376),

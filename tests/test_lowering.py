@@ -75,7 +75,7 @@ def test_every_mixer_lowers(name, chip):
     many = mesh_of(chip, data=4, fsdp=4, tensor=4, sequence=4)
     mixer_step(cls(width=WIDTH, dtype=jnp.bfloat16, **settings), many, packed=True)
     assert ("splash" in few) == (chip == "tpu" and name in SPLASH)
-    assert ("ssd_states" in few) == (chip == "gpu" and name == "mamba2")
+    assert ("ssd_states" in few) == (chip == "gpu" and name in ("mamba2", "luna"))
 
 
 PURE = [{axis: size} for axis in ("data", "fsdp", "tensor", "sequence") for size in (4, 256)]

@@ -177,3 +177,42 @@ def test_whole_rows_have_no_state(name):
     for ask in (mixer.init_state, lambda *_: mixer.init(jax.random.key(0), zoo.inputs(1, 4), Context(), {})):
         with pytest.raises(UserError, match=rf"'{name}' mixes whole rows, and can carry no state .* closest mixer"):
             ask(1, 4)
+
+
+def test_sinkhorn_is_its_papers_definition():
+    """Sums of blocks, two layers, Sinkhorn's normalisation, and attention to both blocks' keys at once."""
+    b, tau = 4, 0.75
+
+    def definition(p, x):
+        q, k, v = heads(p, x)
+        (H, n, K), N = q.shape, -(-len(x) // b)
+        of = [list(range(i * b, min(n, i * b + b))) for i in range(N)]
+        y = np.zeros(q.shape)
+        for h in range(H):
+            wants = np.empty((N, N))
+            for i in range(N):
+                hidden = np.maximum(x[of[i]].sum(axis=0) @ p["W1"] + p["b1"], 0)
+                wants[i] = (hidden @ p["W2"][:, h, :N] + p["b2"][h, :N]) / tau
+            S = np.exp(wants)
+            for _ in range(8):
+                S /= S.sum(axis=0, keepdims=True)
+                S /= S.sum(axis=1, keepdims=True)
+            for i in range(N):
+                for t in of[i]:
+                    weights = [np.exp(q[h, t] @ k[h, s] / np.sqrt(K)) for s in of[i]]
+                    values = [v[h, s] for s in of[i]]
+                    for j in range(b):
+                        there = [m for m in range(N) if j < len(of[m])]
+                        key, value = (sum((S[i, m] * one[h, of[m][j]] for m in there), np.zeros(K)) for one in (k, v))
+                        weights.append(sum(S[i, m] for m in there) * np.exp(q[h, t] @ key / np.sqrt(K)))
+                        values.append(value)
+                    y[h, t] = np.asarray(weights) @ np.asarray(values) / np.sum(weights)
+        return joined(p, y)
+
+    for length in (12, L, 3):
+        alone("sinkhorn", definition, length, block=b, longest=20)
+
+
+def test_what_sinkhorn_cannot_sort_is_refused():
+    with pytest.raises(UserError, match=r"length 9 is past the longest .* 'sinkhorn' .* closest: .*longest=9"):
+        zoo.make(("sinkhorn", dict(longest=8), "none")).init(jax.random.key(0), zoo.inputs(1, 9), Context())

@@ -88,6 +88,7 @@ VARIANTS = {
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "slstm": [{"n_heads": 2, "conv": 2}],
     "strided": [{"stride": 3, "n_kv_heads": 2}],
+    "sinkhorn": [{"block": 6, "longest": 100}, {"block": 5, "longest": 100, "n_heads": 2, "temperature": 0.3}],
     "synthesizer": [{"kind": "random", "longest": 100}, {"kind": "factorized", "longest": 100, "rank": 3}],
 }
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.

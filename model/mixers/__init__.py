@@ -44,6 +44,7 @@ from model.mixers.s4d import S4D
 from model.mixers.s5 import S5
 from model.mixers.slstm import SLSTM
 from model.mixers.strided import Fixed, Strided
+from model.mixers.sinkhorn import Sinkhorn
 from model.mixers.synthesizer import Synthesizer
 
 MIXERS: dict[str, type[Mixer]] = {
@@ -93,5 +94,6 @@ MIXERS: dict[str, type[Mixer]] = {
     "s5": S5,
     "slstm": SLSTM,
     "strided": Strided,
+    "sinkhorn": Sinkhorn,
     "synthesizer": Synthesizer,
 }

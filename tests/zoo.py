@@ -41,6 +41,7 @@ VARIANTS = {
     "fox": [{"window": 4, "n_kv_heads": 2, "sinks": True}],
     "gru": [{"hidden": 12}],
     "local": [{"block": 10, "n_kv_heads": 1}],
+    "longformer": [{"window": 4, "global_tokens": 2, "n_kv_heads": 2}, {"window": 5, "global_tokens": 0}],
     "lru": [{"window": 4}],
     "lstm": [{"hidden": 12}],
     "mamba": [{"norm": "learned", "dt_rank": 4}],
@@ -53,14 +54,14 @@ VARIANTS = {
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "strided": [{"stride": 3, "n_kv_heads": 2}],
 }
-SPARSE = ("local", "dilated", "strided", "fixed", "block_sparse", "bigbird")  # patterns of attention
+SPARSE = ("local", "dilated", "strided", "fixed", "block_sparse", "bigbird", "longformer")  # patterns of attention
 REFERENCE = dict.fromkeys(("attention", "fox", "mla", *SPARSE), "reference")
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
 WRITERS = [name for name in ALONE if not MIXERS[name].both_ways_only]  # that can be causal, and so write token by token
 # Those that differ from another by a setting or by how they choose what to see: where whole models are built, trained
 # or lowered, that other stands for them.
-KIN: dict[str, tuple[str, ...]] = {"local": ("dilated", "block_sparse")}
+KIN: dict[str, tuple[str, ...]] = {"local": ("dilated", "block_sparse", "bigbird")}
 FIRST_OF_KIN = [name for name in ALONE if name not in sum(KIN.values(), ())]
 # Every mixer that writes once, and every position once more.
 PAIRS = [(name, "none") for name in WRITERS] + [("attention", name) for name in POSITIONS if name != "none"]

@@ -10,6 +10,7 @@ from model.mixers.dilated import Dilated
 from model.mixers.dss import DSS
 from model.mixers.fox import Fox
 from model.mixers.local import Local
+from model.mixers.longformer import Longformer
 from model.mixers.lru import LRU
 from model.mixers.mamba import Mamba
 from model.mixers.mamba2 import Mamba2
@@ -35,6 +36,7 @@ MIXERS: dict[str, type[Mixer]] = {
     "fox": Fox,
     "gru": GRU,
     "local": Local,
+    "longformer": Longformer,
     "lstm": LSTM,
     "lru": LRU,
     "mamba": Mamba,

@@ -32,6 +32,7 @@ ARCHS = {
     "strided": dict(mixers=("strided",), position="rope"),  # heads see the last 64, or every 64th
     "fixed": dict(mixers=("fixed",), position="rope"),  # heads see their own 64, or the last 8 of every 64
     "block_sparse": dict(mixers=("block_sparse",), position="rope"),  # blocks of 64 by a table
+    "longformer": dict(mixers=("longformer",), position="rope"),  # each token sees the last 64 and the first 8
     "bigbird": dict(mixers=("bigbird",), position="rope"),  # blocks of 64: the near, the first, and 3 at random
     "mla": dict(mixers=("mla",), position="rope"),  # multi-head latent attention: a compressed key-value cache
     "fox": dict(mixers=("fox",)),  # softmax attention that forgets as tokens decide, in the place of positions
@@ -138,6 +139,7 @@ MLP_WIDTHS = {
     "strided": (184, 352, 704, 1376),
     "fixed": (184, 352, 704, 1376),
     "block_sparse": (184, 352, 704, 1376),
+    "longformer": (120, 224, 448, 864),
     "bigbird": (184, 352, 704, 1376),
     "fox": (184, 352, 704, 1376),
     "mega": (48, 136, 320, 648),

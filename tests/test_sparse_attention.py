@@ -15,6 +15,7 @@ from tests import zoo
 from tests.test_mask import pairs_of
 
 H, K = 4, zoo.WIDTH // 4
+DIRECTIONS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 
 
 # Patterns
@@ -139,7 +140,7 @@ DEFINITIONS = {
 }
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@DIRECTIONS
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_a_mixer_is_its_papers_definition(name, causal):
     """In a row, and in packed documents with padding inside, whose patterns begin anew."""
@@ -155,6 +156,28 @@ def test_a_mixer_is_its_papers_definition(name, causal):
     for document in (1, 2):
         there = segments[0] == document
         assert zoo.far(y[0, there], definition(mixer, wide, x[0, there], sees)) < 1e-5
+
+
+@DIRECTIONS
+def test_longformer_is_its_papers_definition(causal):
+    """The first tokens by projections of their own, the others by the first ones; of each document in a packed row."""
+    first, near = 3, 4
+    mixer = MIXERS["longformer"](width=zoo.WIDTH, causal=causal, window=near, global_tokens=first)
+    x, variables = np.asarray(zoo.inputs(1, 30), np.float64), zoo.params(mixer)
+    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), variables["params"])
+    own = p | {name: p[f"global_{name}"] for name in "qkv"}
+
+    def truth(x):
+        whole = definition(mixer, own, x, lambda h, i, j: True)
+        others = definition(mixer, p, x, lambda h, i, j: j < first or abs(i - j) < near)
+        return np.concatenate([whole[:first], others[first:]])
+
+    y, _ = zoo.apply(mixer)(variables, x.astype(np.float32), Context())
+    assert zoo.far(y[0], truth(x[0])) < 1e-5
+    segments = np.asarray([[0] + [1] * 10 + [2] * 2 + [0] * 2 + [3] * 9 + [0] + [3] * 5])
+    y, _ = zoo.apply(mixer)(variables, x.astype(np.float32), zoo.context(segments))
+    for document in (1, 2, 3):
+        assert zoo.far(y[segments == document], truth(x[segments == document])) < 1e-5
 
 
 # Cost
@@ -201,10 +224,8 @@ COSTS = {  # settings at a length
     "fixed": lambda L: dict(stride=int(L**0.5), summary=4),
     "block_sparse": lambda L: dict(block=32),
     "bigbird": lambda L: dict(block=16),
+    "longformer": lambda L: dict(window=32),
 }
-
-
-DIRECTIONS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 
 
 def sized(name: str, L: int, causal: bool = True):

@@ -58,6 +58,7 @@ VARIANTS = {
     ],
     "linformer": [{"rank": 5, "longest": 100, "share": "none"}, {"rank": 5, "longest": 100, "share": "heads"}],
     "local": [{"block": 10, "n_kv_heads": 1}],
+    "longformer": [{"window": 4, "global_tokens": 2, "n_kv_heads": 2}, {"window": 5, "global_tokens": 0}],
     "lru": [{"window": 4}],
     "lstm": [{"hidden": 12}],
     "luna": [{"packed": 5, "tied": False}],
@@ -91,6 +92,8 @@ VARIANTS = {
     "sinkhorn": [{"block": 6, "longest": 100}, {"block": 5, "longest": 100, "n_heads": 2, "temperature": 0.3}],
     "synthesizer": [{"kind": "random", "longest": 100}, {"kind": "factorized", "longest": 100, "rank": 3}],
 }
+SPARSE = ("local", "dilated", "strided", "fixed", "block_sparse", "bigbird", "longformer")  # patterns of attention
+REFERENCE = dict.fromkeys(("attention", "fox", "mla", *SPARSE), "reference")
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
 WRITERS = [name for name in ALONE if not MIXERS[name].both_ways_only]  # that can be causal, and so write token by token
@@ -104,6 +107,7 @@ KIN = {
     "s4d": ("dss",),
     "lstm": ("gru", "rnn"),
 }
+KIN: dict[str, tuple[str, ...]] = {"local": ("dilated", "block_sparse", "bigbird")}
 FIRST_OF_KIN = [name for name in ALONE if name not in sum(KIN.values(), ())]
 # Every mixer that writes once, and every position once more.
 PAIRS = [(name, "none") for name in WRITERS] + [("attention", name) for name in POSITIONS if name != "none"]

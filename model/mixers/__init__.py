@@ -21,6 +21,7 @@ from model.mixers.kda import KDA
 from model.mixers.linear import Linear
 from model.mixers.linformer import Linformer
 from model.mixers.local import Local
+from model.mixers.longformer import Longformer
 from model.mixers.lru import LRU
 from model.mixers.luna import Luna
 from model.mixers.mamba import Mamba
@@ -70,6 +71,8 @@ MIXERS: dict[str, type[Mixer]] = {
     "linear": Linear,
     "linformer": Linformer,
     "local": Local,
+    "longformer": Longformer,
+    "lstm": LSTM,
     "lru": LRU,
     "lstm": LSTM,
     "luna": Luna,

@@ -1,5 +1,6 @@
 """Softmax attention by static sparse patterns: what every such mixer shares."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
@@ -19,6 +20,27 @@ from model.ops.scores import Bias
 from model.ops.sparse_attention import sparse_attention
 from model.positions.position import Position
 from model.settings import Dim
+
+Arrays = dict[str, jax.Array]
+Call = dict[str, Any]  # by keyword, for the attention op
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """How a position encoding turns the heads of tokens."""
+
+    position: Position
+    at: jax.Array  # [B or 1, L]
+    span: int
+
+    def first(self, n: int) -> "Turn":
+        return dataclasses.replace(self, at=self.at[:, :n])
+
+    def queries(self, q: jax.Array) -> jax.Array:
+        return self.position.rotate_queries(q, self.at, self.span)
+
+    def keys(self, k: jax.Array) -> jax.Array:
+        return self.position.rotate_keys(k, self.at, self.span)
 
 
 class Sparse(Mixer):
@@ -70,25 +92,36 @@ class Sparse(Mixer):
             there, back = places(ctx.segments > 0)
             x, ctx = moved(x, there, back), without_gaps(ctx, there)
         position, at, span = begin(self, x, ctx, state)
-        q, k, v = queries_keys_values(self, self.heads, x, x)
-        q, k = position.rotate_queries(q, at, span), position.rotate_keys(k, at, span)
+        queries, kept = self.projected(x, Turn(position, at, span), skips and not packed)
         call = dict(bias=ctx.bias if position.shares else position.bias(self.n_heads, self.causal))
         if state is None:
             at = ctx.positions if packed else None
             call |= dict(q_positions=at, k_positions=at, q_segments=ctx.segments, k_segments=ctx.segments)
             call |= dict(right_padded=ctx.right_padded, gapless=skips and packed)
         else:
-            seen, where, state = remember(self.cache, ctx, state, k=k, v=v)
+            kept, where, state = remember(self.cache, ctx, state, **kept)
             call |= where
-            k, v = seen["k"], seen["v"]
-        y = self.attend(q, k, v, call, skips)
+        y, weights = self.attend(queries, kept, call, skips)
+        if weights is not None:
+            self.sow("maps", "weights", weights)
         y = out_of_heads(self, y)
         return moved(y, back, there) if skips and packed else y, state
 
-    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, call: dict[str, Any], skips: bool) -> jax.Array:
-        """The outputs of all heads, `[B, L, H, K]`; their weights are kept if someone wants to look at them."""
-        outputs, weights = [], []
-        for mask, heads, own in turns(self.masks, *self.heads[:2]):
+    def projected(self, x: jax.Array, turn: Turn, alone: bool) -> tuple[Arrays, Arrays]:
+        """Queries, and what others see of tokens, which a cache keeps; alone: rows are one document from its first."""
+        q, k, v = queries_keys_values(self, self.heads, x, x)
+        return dict(q=turn.queries(q)), dict(k=turn.keys(k), v=v)
+
+    def attend(self, queries: Arrays, kept: Arrays, call: Call, skips: bool) -> tuple[jax.Array, jax.Array | None]:
+        """The outputs of all heads, `[B, L, H, K]`, and their weights if someone wants to look at them."""
+        return self.in_turns(self.masks, queries["q"], kept["k"], kept["v"], call, skips)
+
+    def in_turns(
+        self, masks: tuple[Mask, ...], q: jax.Array, k: jax.Array, v: jax.Array, call: Call, skips: bool
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Attention whose heads take turns in these masks."""
+        outputs, weights, order = [], [], []
+        for mask, heads, own in turns(masks, *self.heads[:2]):
             turn = (jnp.take(q, heads, axis=2), *(x if own is None else jnp.take(x, own, axis=2) for x in (k, v)))
             options = call | dict(mask=mask, bias=of_heads(call["bias"], heads))
             if skips:
@@ -97,10 +130,10 @@ class Sparse(Mixer):
                 outputs.append(attention(*turn, **options, implementation=self.implementation))
             if self.looked_into():
                 weights.append(attention_weights(*turn, **options))
-        order = np.argsort([h for _, heads, _ in turns(self.masks, *self.heads[:2]) for h in heads])
-        if weights:
-            self.sow("maps", "weights", jnp.take(jnp.concatenate(weights, axis=1), order, axis=1))
-        return jnp.take(jnp.concatenate(outputs, axis=2), order, axis=2)
+            order += list(heads)
+        back = np.argsort(order)
+        y = jnp.take(jnp.concatenate(outputs, axis=2), back, axis=2)
+        return y, jnp.take(jnp.concatenate(weights, axis=1), back, axis=1) if weights else None
 
     @property
     def cache(self) -> Cache:

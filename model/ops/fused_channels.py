@@ -142,7 +142,7 @@ def outputs_kernel(see: Refs, y):
     def at_once():
         scaled_q, scaled_k = (q * jnp.exp(s)).astype(narrow), (k * jnp.exp(-s)).astype(narrow)
         weights = jnp.where(seen, dot(scaled_q, scaled_k, trans_b=True), 0)
-        write(weights, dot(scaled_q, (see["before"][...] * jnp.exp(middle)[:, None]).astype(narrow)))
+        write(weights, dot((scaled_q * jnp.exp(middle)[None, :]).astype(narrow), see["before"][...]))
 
     @pl.when(~little)
     def by_halves():
@@ -184,34 +184,36 @@ def scores_got(see: Refs) -> tuple[Array, Array]:
     return jnp.where(same_document(see, len(row)) & (row > column), got, 0), own
 
 
-def kept_got(see: Refs, w: Array) -> Array:
-    """What log decays get from the state before the chunk by that after it, [K]."""
-    both = jnp.sum(see["before"][...].astype(w.dtype) * see["after"][...], axis=1)
-    got = jnp.exp(jnp.sum(w, axis=0)) * both
+def kept_got(see: Refs, end: Array) -> Array:
+    """What log decays get from the state before the chunk by that after it, [K]; end: their sum over the chunk."""
+    got = jnp.exp(end) * jnp.sum(see["before"][...].astype(end.dtype) * see["after"][...], axis=1)
     return got if "documents" not in see else jnp.where(see["none"][...] != 0, got, 0)
 
 
 def gradients_at_once(see: Refs, w: Array, s: Array, middle: Array, dq, dk, dv, dw):
-    """Linear attention of scaled tokens between scaled states."""
-    q, k, dy = see["q"][...], see["k"][...], see["dy"][...]
-    narrow = q.dtype
-    row, column = sides(q.shape[0])
-    in_q, in_k = jnp.exp(s), jnp.exp(-s)
-    scaled_q, scaled_k = (q * in_q).astype(narrow), (k * in_k).astype(narrow)
-    after = (see["after"][...] * jnp.exp(jnp.sum(w, axis=0) - middle)[:, None]).astype(narrow)
+    """Linear attention of scaled tokens. What is large is fetched where it is needed: registers are scarce."""
+    narrow = see["q"].dtype
+    row, column = sides(s.shape[0])
+    end = jnp.sum(w, axis=0)
+    kept = kept_got(see, end)
+    to_end = jnp.exp(end - middle)[None, :]
+    in_q = jnp.exp(s)
+    scaled_q, scaled_k = (see["q"][...] * in_q).astype(narrow), (see["k"][...] / in_q).astype(narrow)
     weights = jnp.where(same_document(see, len(row)), dot(scaled_q, scaled_k, trans_b=True), 0).astype(narrow)
-    dv[...] = (rows(dot(scaled_k, after), see, "last") + dot(weights, dy, trans_a=True)).astype(dv.dtype)
+    to_v = rows(dot((scaled_k * to_end).astype(narrow), see["after"][...]), see, "last")
+    dv[...] = (to_v + dot(weights, see["dy"][...], trans_a=True)).astype(dv.dtype)
     d_scores, own = scores_got(see)
     d_scores = d_scores.astype(narrow)
-    before = (see["before"][...] * jnp.exp(middle)[:, None]).astype(narrow)
-    to_q = in_q * (rows(dot(dy, before, trans_b=True), see, "first") + dot(d_scores, scaled_k))
-    dq[...] = (to_q + own * k).astype(dq.dtype)
-    later = rows(dot(see["v"][...], after, trans_b=True), see, "last")
-    to_k = in_k * (later + dot(d_scores, scaled_q, trans_a=True))
-    dk[...] = (to_k + own * q).astype(dk.dtype)
+    past = rows(dot(see["dy"][...], see["before"][...], trans_b=True), see, "first") * jnp.exp(middle)[None, :]
+    to_q = in_q * (past + dot(d_scores, scaled_k))
+    dq[...] = (to_q + own * see["k"][...]).astype(dq.dtype)
+    got = see["q"][...] * to_q
+    later = rows(dot(see["v"][...], see["after"][...], trans_b=True), see, "last") * to_end
+    every = jnp.sum(scaled_k * later, axis=0) + kept
+    to_k = (later + dot(d_scores, scaled_q, trans_a=True)) / in_q
+    dk[...] = (to_k + own * see["q"][...]).astype(dk.dtype)
     # Pairs with i at a token or later, less those with j there too; so with the state after the chunk.
-    every = jnp.sum(scaled_k * later, axis=0) + kept_got(see, w)
-    dw[...] = (summed(row <= column, q * to_q - k * to_k, narrow) + every[None, :]).astype(dw.dtype)
+    dw[...] = (summed(row <= column, got - see["k"][...] * to_k, narrow) + every[None, :]).astype(dw.dtype)
 
 
 def gradients_by_halves(see: Refs, w: Array, sums: Array, dq, dk, dv, dw):
@@ -239,7 +241,7 @@ def gradients_by_halves(see: Refs, w: Array, sums: Array, dq, dk, dv, dw):
     later = to_end * dot(see["v"][...], see["after"][...], trans_b=True)
     dk[...] = (later + to_k + own * q).astype(dk.dtype)
     to_w += summed(row <= column, past * q, narrow) + summed(row > column, later * k, narrow)
-    dw[...] = (to_w + kept_got(see, w)[None, :]).astype(dw.dtype)
+    dw[...] = (to_w + kept_got(see, jnp.sum(w, axis=0))[None, :]).astype(dw.dtype)
     weights = jnp.where(same_document(see, Q), weights, 0).astype(dy.dtype)
     dv[...] = (dot((k * to_end).astype(narrow), see["after"][...]) + dot(weights, dy, trans_a=True)).astype(dv.dtype)
 

@@ -162,7 +162,7 @@ def test_a_mixer_is_its_papers_definition(name, causal):
 def test_longformer_is_its_papers_definition(causal):
     """The first tokens by projections of their own, the others by the first ones; of each document in a packed row."""
     first, near = 3, 4
-    mixer = MIXERS["longformer"](width=zoo.WIDTH, causal=causal, window=near, global_tokens=first)
+    mixer = MIXERS["longformer"](width=zoo.WIDTH, causal=causal, near=near, global_tokens=first)
     x, variables = np.asarray(zoo.inputs(1, 30), np.float64), zoo.params(mixer)
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), variables["params"])
     own = p | {name: p[f"global_{name}"] for name in "qkv"}
@@ -224,7 +224,7 @@ COSTS = {  # settings at a length
     "fixed": lambda L: dict(stride=int(L**0.5), summary=4),
     "block_sparse": lambda L: dict(block=32),
     "bigbird": lambda L: dict(block=16),
-    "longformer": lambda L: dict(window=32),
+    "longformer": lambda L: dict(near=32),
 }
 
 

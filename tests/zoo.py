@@ -36,12 +36,11 @@ VARIANTS = {
     "b2s6": [{"blocks": 2, "state": 8}],
     "bigbird": [{"block": 5, "near_blocks": 1, "random_blocks": 1, "n_kv_heads": 2}],
     "block_sparse": [{"block": 10, "pattern": "100;110;101", "n_kv_heads": 2}],
-    "cosformer": [{"longest": 30, "n_heads": 2}],
+    "cosformer": [{"longest": 30, "n_heads": 1, "head_dim": 15}],
     "deltanet": [{"head_dim": 8, "conv": 2}],
     "dilated": [{"seen": 5, "dilation": 2, "n_kv_heads": 2}],
     "fixed": [{"stride": 9, "summary": 2, "n_kv_heads": 1}],
     "fnet": [{"scale": "unitary"}],
-    "cosformer": [{"longest": 30, "n_heads": 1, "head_dim": 15}],
     "fox": [{"window": 4, "n_kv_heads": 2, "sinks": True}],
     "gated_deltanet": [{"head_dim": 8, "expand": 1}],
     "gla": [{"n_heads": 2, "key_dim": 5, "rank": 3}],
@@ -58,7 +57,7 @@ VARIANTS = {
     ],
     "linformer": [{"rank": 5, "longest": 100, "share": "none"}, {"rank": 5, "longest": 100, "share": "heads"}],
     "local": [{"block": 10, "n_kv_heads": 1}],
-    "longformer": [{"window": 4, "global_tokens": 2, "n_kv_heads": 2}, {"window": 5, "global_tokens": 0}],
+    "longformer": [{"near": 4, "global_tokens": 2, "n_kv_heads": 2}, {"near": 5, "global_tokens": 0}],
     "lru": [{"window": 4}],
     "lstm": [{"hidden": 12}],
     "luna": [{"packed": 5, "tied": False}],
@@ -70,14 +69,13 @@ VARIANTS = {
         {"chunk": 5, "attend": "laplace", "qk_dim": 8, "ema": 3},
     ],
     "mla": [{"q_rank": 8}, {"n_heads": 3, "head_dim": 6, "v_dim": 10}],
-    "mlstm": [{"forget": "exp", "gate_cap": 2.0, "key_dim": 5, "n_heads": 2}],
+    "mlstm": [{"key_dim": 5, "n_heads": 2}],
     "moba": [{"block": 6, "top": 2, "n_kv_heads": 2}, {"block": 3, "top": 3}],
     "nsa": [
         {"length": 2, "stride": 2, "block": 4, "top": 4, "sliding": 3, "n_kv_heads": 1},
         {"length": 4, "stride": 2, "block": 6, "top": 4, "sliding": 3, "n_kv_heads": 2},
     ],
     "nystrom": [{"landmarks": 5, "conv": 0}, {"landmarks": 4, "conv": 3, "n_heads": 2}],
-    "mlstm": [{"key_dim": 5, "n_heads": 2}],
     "performer": [{"n_features": 9, "seed": 1, "head_dim": 6}],
     "reformer": [{"chunk": 3, "n_buckets": 2, "rounds": 4}],
     "retention": [{"expand": 1, "n_heads": 2}],
@@ -87,13 +85,11 @@ VARIANTS = {
     "s4": [{"window": 4}],
     "s4d": [{"A_init": "inv", "state": 8}, {"A_init": "legs", "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
+    "sinkhorn": [{"block": 6, "longest": 100}, {"block": 5, "longest": 100, "n_heads": 2, "temperature": 0.3}],
     "slstm": [{"n_heads": 2, "conv": 2}],
     "strided": [{"stride": 3, "n_kv_heads": 2}],
-    "sinkhorn": [{"block": 6, "longest": 100}, {"block": 5, "longest": 100, "n_heads": 2, "temperature": 0.3}],
     "synthesizer": [{"kind": "random", "longest": 100}, {"kind": "factorized", "longest": 100, "rank": 3}],
 }
-SPARSE = ("local", "dilated", "strided", "fixed", "block_sparse", "bigbird", "longformer")  # patterns of attention
-REFERENCE = dict.fromkeys(("attention", "fox", "mla", *SPARSE), "reference")
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]
 WRITERS = [name for name in ALONE if not MIXERS[name].both_ways_only]  # that can be causal, and so write token by token
@@ -107,7 +103,6 @@ KIN = {
     "s4d": ("dss",),
     "lstm": ("gru", "rnn"),
 }
-KIN: dict[str, tuple[str, ...]] = {"local": ("dilated", "block_sparse", "bigbird")}
 FIRST_OF_KIN = [name for name in ALONE if name not in sum(KIN.values(), ())]
 # Every mixer that writes once, and every position once more.
 PAIRS = [(name, "none") for name in WRITERS] + [("attention", name) for name in POSITIONS if name != "none"]

@@ -43,9 +43,9 @@ from model.mixers.rwkv7 import RWKV7
 from model.mixers.s4 import S4
 from model.mixers.s4d import S4D
 from model.mixers.s5 import S5
+from model.mixers.sinkhorn import Sinkhorn
 from model.mixers.slstm import SLSTM
 from model.mixers.strided import Fixed, Strided
-from model.mixers.sinkhorn import Sinkhorn
 from model.mixers.synthesizer import Synthesizer
 
 MIXERS: dict[str, type[Mixer]] = {
@@ -72,7 +72,6 @@ MIXERS: dict[str, type[Mixer]] = {
     "linformer": Linformer,
     "local": Local,
     "longformer": Longformer,
-    "lstm": LSTM,
     "lru": LRU,
     "lstm": LSTM,
     "luna": Luna,
@@ -95,8 +94,8 @@ MIXERS: dict[str, type[Mixer]] = {
     "s4": S4,
     "s4d": S4D,
     "s5": S5,
+    "sinkhorn": Sinkhorn,
     "slstm": SLSTM,
     "strided": Strided,
-    "sinkhorn": Sinkhorn,
     "synthesizer": Synthesizer,
 }

@@ -22,7 +22,7 @@ class Longformer(Sparse):
     at run time which tiles are seen.
     """
 
-    window: Length = 64  # a token sees those less than this far away
+    near: Length = 64  # a token sees those less than this far away
     global_tokens: Whole = 8  # of each document, the first
 
     kind: ClassVar[str] = "longformer"
@@ -33,8 +33,8 @@ class Longformer(Sparse):
 
     @property
     def masks(self) -> tuple[Mask, ...]:
-        near = window(self.window)
-        return ((near | Prefix(self.global_tokens) if self.global_tokens else near) & self.seen,)
+        seen = window(self.near)
+        return ((seen | Prefix(self.global_tokens) if self.global_tokens else seen) & self.seen,)
 
     def projected(self, x: jax.Array, turn: Turn, alone: bool) -> tuple[Arrays, Arrays]:
         queries, kept = super().projected(x, turn, alone)
@@ -68,4 +68,4 @@ class Longformer(Sparse):
     def cache(self) -> Cache:
         names = ("k", "v", *(("global_k", "global_v") if self.global_tokens else ()))
         entries = tuple((name, self.heads[1:]) for name in names)
-        return Ring(entries, self.dtype, self.window, self.global_tokens) if self.causal else Full(entries, self.dtype)
+        return Ring(entries, self.dtype, self.near, self.global_tokens) if self.causal else Full(entries, self.dtype)

@@ -40,7 +40,7 @@ def test_longformer():
         return torch.func.functional_call(module, params, (x,), marks)[0]
 
     def ours(x, **given):
-        mixer = Longformer(width=D, causal=False, n_heads=H, window=5, global_tokens=first, bias="qkv")
+        mixer = Longformer(width=D, causal=False, n_heads=H, near=5, global_tokens=first, bias="qkv")
         params = {
             name: dict(
                 kernel=given[f"{name}_w"].T.reshape(D, H, K), bias=given.get(f"{name}_b", jnp.zeros(D)).reshape(H, K)

@@ -153,7 +153,7 @@ def test_rwkv7_is_its_definition():
     """The equations of the paper, one token and one head at a time; the state is its S transposed."""
     L, D, K = 9, zoo.WIDTH, 4
     H = D // K
-    mixer = RWKV7(width=D, decay_rank=3, rate_rank=2, gate_rank=5)
+    mixer = RWKV7(width=D, head_dim=K, decay_rank=3, rate_rank=2, gate_rank=5)
     variables, x = zoo.params(mixer), zoo.inputs(1, L)
     p, u = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), variables["params"]), np.asarray(x[0], np.float64)
     before = np.concatenate([np.zeros((1, D)), u[:-1]])

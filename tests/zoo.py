@@ -81,7 +81,7 @@ VARIANTS = {
     "retention": [{"expand": 1, "n_heads": 2}],
     "rglru": [{"inner": 24, "n_heads": 2}],
     "rwkv6": [{"head_dim": 8, "mix_rank": 3}],
-    "rwkv7": [{"head_dim": 8, "decay_rank": 3, "rate_rank": 2, "gate_rank": 5}],
+    "rwkv7": [{"head_dim": 16, "decay_rank": 3, "rate_rank": 2, "gate_rank": 5}],
     "s4": [{"window": 4}],
     "s4d": [{"A_init": "inv", "state": 8}, {"A_init": "legs", "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],

@@ -38,7 +38,7 @@ def mixes(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 class RWKV7(Mixer):
     """RWKV-7's time mixing: a matrix state a head that decays by channel and is corrected along learned keys."""
 
-    head_dim: Literal[0] | Dim = 0  # K, channels of a head; 0: 64, or fewer so that there are four heads
+    head_dim: Literal[0] | Dim = 0  # K, channels of a head; 0: 64, or fewer so that there are two heads
     decay_rank: Dim = 64  # of the map that decides the decay
     rate_rank: Dim = 64  # of the map that decides how much is taken away
     gate_rank: Dim = 128  # of the map that decides what comes out
@@ -56,7 +56,8 @@ class RWKV7(Mixer):
 
     @property
     def channels(self) -> int:
-        return self.head_dim or min(64, max(1, self.width // 4))
+        # Not four heads: a removal key of few channels comes close to zero, and normalised is mostly rounding.
+        return self.head_dim or min(64, max(1, self.width // 2))
 
     @nn.compact
     def __call__(self, x: Array, ctx: Context, state: State = None) -> tuple[Array, State]:

@@ -10,7 +10,7 @@ from model.contract import Context, State, wide
 from model.errors import UserError
 from model.layers import check_divides, dense
 from model.mixers.attention import INTO_HEADS
-from model.mixers.whole_row import WholeRow
+from model.mixers.whole_row import WholeRow, check_length
 from model.ops.product import product
 from model.settings import Dim, Length
 
@@ -48,7 +48,7 @@ class Linformer(WholeRow):
     def check(self, state: State, length: int) -> None:
         super().check(state)
         check_divides("model.linformer.n_heads", self.n_heads, "model.width", self.width)
-        check_length(self, length)
+        check_length("linformer", self.longest, length)
         if self.rank > self.longest:
             raise UserError(
                 f"model.linformer.rank {self.rank} is more than model.linformer.longest {self.longest}, and sums of "
@@ -69,12 +69,3 @@ class Linformer(WholeRow):
         heads, axes = ((self.n_heads,), ("heads",)) if self.share == "none" else ((), ())
         init = nn.with_logical_partitioning(nn.initializers.normal(self.rank**-0.5), (*axes, None, None))
         return self.param(name, init, (*heads, self.longest, self.rank), wide(self.dtype))
-
-
-def check_length(mixer: WholeRow, length: int) -> None:
-    """Refuses rows past the longest that a mixer has weights for."""
-    if length > mixer.longest:
-        raise UserError(
-            f"length {length} is past the longest row that mixer {mixer.called!r} has weights for, {mixer.longest}; "
-            f"closest: model.{mixer.called}.longest={length}"
-        )

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import Context, State, wide
-from model.errors import UserError
 from model.layers import check_divides, dense, fan_in
 from model.mixers.attention import INTO_HEADS
-from model.mixers.whole_row import WholeRow
+from model.mixers.whole_row import WholeRow, check_length
 from model.ops.product import product
 from model.settings import Count, Dim, Length, Positive
 
@@ -90,11 +89,7 @@ class Sinkhorn(WholeRow):
     def check(self, state: State, length: int) -> None:
         super().check(state)
         check_divides("model.sinkhorn.n_heads", self.n_heads, "model.width", self.width)
-        if length > self.longest:
-            raise UserError(
-                f"length {length} is past the longest row that mixer 'sinkhorn' can sort, {self.longest}; "
-                f"closest: model.sinkhorn.longest={length}"
-            )
+        check_length("sinkhorn", self.longest, length)
 
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:

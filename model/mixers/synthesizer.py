@@ -11,6 +11,7 @@ from model.contract import Context, Mixer, State, wide
 from model.errors import UserError
 from model.layers import check_divides, dense
 from model.mixers.attention import INTO_HEADS, arange, look, remember, whole_row
+from model.mixers.whole_row import check_length
 from model.ops.attention import IMPLEMENTATIONS
 from model.ops.mask import CAUSAL, FULL
 from model.ops.scores import Bias
@@ -40,11 +41,7 @@ class Synthesizer(Mixer):
 
     def check(self, length: int) -> None:
         check_divides("model.synthesizer.n_heads", self.n_heads, "model.width", self.width)
-        if length > self.longest:
-            raise UserError(
-                f"length {length} is past the longest row that mixer 'synthesizer' has weights for, {self.longest}; "
-                f"closest: model.synthesizer.longest={length}"
-            )
+        check_length("synthesizer", self.longest, length)
 
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:

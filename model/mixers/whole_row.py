@@ -39,3 +39,12 @@ class WholeRow(Mixer):
 
     def state_bytes(self, length: int) -> int:
         return self.init_state(1, length)
+
+
+def check_length(name: str, longest: int, length: int) -> None:
+    """Refuses rows past the longest that a mixer has weights for."""
+    if length > longest:
+        raise UserError(
+            f"length {length} is past the longest row that mixer {name!r} has weights for, {longest}; "
+            f"closest: model.{name}.longest={length}"
+        )

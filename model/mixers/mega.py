@@ -14,18 +14,21 @@ from model.contract import Context, Mixer, State, wide
 from model.documents import looking_back, reverse
 from model.errors import UserError
 from model.layers import dense
-from model.mixers.attention import begin, look, remember, whole_row
+from model.mixers.attention import begin, remember, whole_row
 from model.mixers.state_space import System, convolved, diagonal_recurrence, of_channels
 from model.ops import laplace_attention
-from model.ops.attention import IMPLEMENTATIONS
+from model.ops.attention import IMPLEMENTATIONS, attention, attention_weights
 from model.ops.mask import CAUSAL, FULL, Chunk
 from model.ops.scores import Bias
+from model.ops.stretches import stretches
 from model.positions.position import Position
 from model.positions.rotary import angles, inverse_frequencies, turn_pairs
 from model.positions.score_bias import distances
 from model.settings import Dim, Length
 
 Array = jax.Array
+
+MANY = 2**22  # scores of a row from which on they are made in tiles: one head has few, and a long row still many
 
 # The moving average
 
@@ -223,11 +226,15 @@ class Mega(Mixer):
         return self.look(q, k, v, call), state
 
     def look(self, q: Array, k: Array, v: Array, call: dict[str, Any]) -> Array:
-        if self.attend == "softmax":
-            return look(self, q, k, v, **call)
+        softmax, form = self.attend == "softmax", self.implementation
         if self.looked_into():
-            self.sow("maps", "weights", laplace_attention.laplace_weights(q, k, v, **call))
-        return laplace_attention.laplace_attention(q, k, v, **call, implementation=self.implementation)
+            weights = attention_weights if softmax else laplace_attention.laplace_weights
+            self.sow("maps", "weights", weights(q, k, v, **call))
+        # No fused kernel has a bias, and where devices share the length the op knows best.
+        if form is None and call["bias"] and q.shape[1] * k.shape[1] >= MANY and stretches(q.shape[1]) == 1:
+            form = "tiled"
+        run = attention if softmax else laplace_attention.laplace_attention
+        return run(q, k, v, **call, implementation=form)
 
     def own_bias(self) -> Bias | None:
         if self.bias == "none":

@@ -115,7 +115,7 @@ IMPLEMENTATIONS = {
     ),
 }
 
-# Bytes of scores on a device below which the dense form is taken where no fused kernel serves; with gradient it holds
+# Bytes of scores on a device up to which the dense form is taken where no fused kernel serves; with gradient it holds
 # three times as many. On 2 CPU cores both took about as long there (0.9 to 1.2 times), and dense 1.4 times at 512 MiB.
 DENSE, DENSE_ON_CPU = 2**28, 2**26
 
@@ -285,7 +285,7 @@ def pick(given: str | None, form: Form, o: Operands, with_lse: bool) -> Implemen
 def few_scores(o: Operands) -> bool:
     """Whether there is room for all of them at once."""
     scores = math.prod(o.q.shape[:4]) * o.k.shape[1] * wide(o.q.dtype).itemsize
-    return scores < (DENSE_ON_CPU if placement.platform() == "cpu" else DENSE)
+    return scores <= (DENSE_ON_CPU if placement.platform() == "cpu" else DENSE)
 
 
 def support_matrix() -> dict[str, dict[str, str]]:

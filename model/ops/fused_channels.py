@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas.triton import dot
 
 from model.ops.decays import STRONGEST, in_chunks
-from model.ops.fused_state import Refs, carried, launch, on_each_device, sides, state_seen, tokens_seen
+from model.ops.fused_state import Refs, carried, fitting, launch, on_each_device, sides, state_seen, tokens_seen
 
 Array = jax.Array
 
@@ -336,6 +336,7 @@ def fused_channels(
     opens: [B, L], true where the past is forgotten. K, V: 16, 32, 64 or 128; chunk: 16 to 128; bfloat16 or float32.
     """
     B, L, H = q.shape[:3]
+    chunk = fitting(chunk, k, v)
     w = jnp.maximum(w, STRONGEST)
     # Filled up with keys of zero and decays of none, which leave a state as it was.
     q, k, v, w = (in_chunks(leaf, chunk).reshape(B, -1, *leaf.shape[2:]) for leaf in (q, k, v, w))

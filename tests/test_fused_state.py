@@ -144,7 +144,7 @@ def test_kernels_lower_for_a_gpu(kind, dtype):
 
     with made_for("NVIDIA H200"):
         text = jax.jit(pulled).trace(x, documents(200)).lower(lowering_platforms=("cuda",)).as_text()
-    made = {"channels": "channels_added channels_outputs channels_gradients state_carried"}
+    made = {"channels": "channels_added channels_outputs channels_queries channels_keys state_carried"}
     made |= dict.fromkeys(("plain", "head"), "state_added state_carried state_outputs state_gradients")
     made |= dict.fromkeys(
         ("delta", "gated delta"), "delta_solved delta_states delta_pulled delta_keys state_outputs state_gradients"

@@ -8,6 +8,7 @@ them may then exceed 1: one product serves all pairs. Else spans of 1, 2, 4, ...
 from where they meet, as in model/ops/wkv.py: no factor exceeds 1, and nothing is divided by a decay.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,15 +19,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas.triton import dot
 
 from model.ops.decays import STRONGEST, in_chunks
-from model.ops.fused_state import Refs, carried, launch, on_each_device, sides, state_seen, tokens_seen
+from model.ops.fused_state import Refs, carried, fitting, launch, on_each_device, sides, state_seen, tokens_seen
 
 Array = jax.Array
 
 LITTLE = 64.0  # of log decay between the middle of a chunk and its ends: e^64 and e^-64 are far from any bounds
 PARAMS = {  # warps and stages by kernel
-    "added": (4, 1),
+    "added": (8, 1),
     "outputs": (8, 1),
-    "gradients": (8, 1),
+    "queries": (8, 1),
+    "keys": (8, 1),
 }
 
 
@@ -166,14 +168,14 @@ def outputs(q, k, v, w, before, documents, chunk: int, interpret: bool) -> Array
     return launch(outputs_kernel, "channels_outputs", grid, given, made, PARAMS["outputs"], interpret)[0]
 
 
-def gradients_kernel(see: Refs, *out):
-    """What one head of one chunk's tokens get. dy: [Q, V]; before, after: [K, V], `after` the gradient of the later."""
+def either(see: Refs, little: Callable, strong: Callable, *out) -> None:
+    """Runs one of two bodies of a kernel, as the chunk decays."""
     w = see["w"][...].astype(jnp.float32)
     row, column = sides(w.shape[0])
     sums = summed(row >= column, w, see["q"].dtype)
-    s, middle, little = whether_little(w, sums)
-    pl.when(little)(lambda: gradients_at_once(see, w, s, middle, *out))
-    pl.when(~little)(lambda: gradients_by_halves(see, w, sums, *out))
+    s, middle, is_little = whether_little(w, sums)
+    pl.when(is_little)(lambda: little(see, w, s, middle, *out))
+    pl.when(~is_little)(lambda: strong(see, w, sums, *out))
 
 
 def scores_got(see: Refs) -> tuple[Array, Array]:
@@ -190,72 +192,113 @@ def kept_got(see: Refs, end: Array) -> Array:
     return got if "documents" not in see else jnp.where(see["none"][...] != 0, got, 0)
 
 
-def gradients_at_once(see: Refs, w: Array, s: Array, middle: Array, dq, dk, dv, dw):
-    """Linear attention of scaled tokens. What is large is fetched where it is needed: registers are scarce."""
+# What one head of one chunk's tokens get. dy: [Q, V]; before, after: [K, V], `after` the gradient of the later state.
+# Two kernels, as all would not fit in the registers: of queries and values, then of keys and decays, which take dq.
+
+
+def queries_at_once(see: Refs, w: Array, s: Array, middle: Array, dq, dv):
+    """Linear attention of scaled tokens."""
     narrow = see["q"].dtype
-    row, column = sides(s.shape[0])
-    end = jnp.sum(w, axis=0)
-    kept = kept_got(see, end)
-    to_end = jnp.exp(end - middle)[None, :]
     in_q = jnp.exp(s)
-    scaled_q, scaled_k = (see["q"][...] * in_q).astype(narrow), (see["k"][...] / in_q).astype(narrow)
-    weights = jnp.where(same_document(see, len(row)), dot(scaled_q, scaled_k, trans_b=True), 0).astype(narrow)
+    scaled_q, scaled_k = (see["q"][...] * in_q).astype(narrow), (see["k"][...] * jnp.exp(-s)).astype(narrow)
+    weights = jnp.where(same_document(see, len(s)), dot(scaled_q, scaled_k, trans_b=True), 0).astype(narrow)
+    to_end = jnp.exp(jnp.sum(w, axis=0) - middle)[None, :]
     to_v = rows(dot((scaled_k * to_end).astype(narrow), see["after"][...]), see, "last")
     dv[...] = (to_v + dot(weights, see["dy"][...], trans_a=True)).astype(dv.dtype)
     d_scores, own = scores_got(see)
-    d_scores = d_scores.astype(narrow)
     past = rows(dot(see["dy"][...], see["before"][...], trans_b=True), see, "first") * jnp.exp(middle)[None, :]
-    to_q = in_q * (past + dot(d_scores, scaled_k))
+    to_q = in_q * (past + dot(d_scores.astype(narrow), scaled_k))
     dq[...] = (to_q + own * see["k"][...]).astype(dq.dtype)
-    got = see["q"][...] * to_q
-    later = rows(dot(see["v"][...], see["after"][...], trans_b=True), see, "last") * to_end
-    every = jnp.sum(scaled_k * later, axis=0) + kept
-    to_k = (later + dot(d_scores, scaled_q, trans_a=True)) / in_q
+
+
+def keys_at_once(see: Refs, w: Array, s: Array, middle: Array, dk, dw):
+    narrow = see["q"].dtype
+    row, column = sides(s.shape[0])
+    end, in_k = jnp.sum(w, axis=0), jnp.exp(-s)
+    kept = kept_got(see, end)
+    d_scores, own = scores_got(see)
+    scaled_q = (see["q"][...] * jnp.exp(s)).astype(narrow)
+    later = rows(dot(see["v"][...], see["after"][...], trans_b=True), see, "last") * jnp.exp(end - middle)[None, :]
+    every = jnp.sum(see["k"][...] * in_k * later, axis=0) + kept
+    to_k = in_k * (later + dot(d_scores.astype(narrow), scaled_q, trans_a=True))
     dk[...] = (to_k + own * see["q"][...]).astype(dk.dtype)
     # Pairs with i at a token or later, less those with j there too; so with the state after the chunk.
-    dw[...] = (summed(row <= column, got - see["k"][...] * to_k, narrow) + every[None, :]).astype(dw.dtype)
+    q, k = see["q"][...], see["k"][...]
+    got = q * (see["dq"][...] - own * k) - k * to_k
+    dw[...] = (summed(row <= column, got, narrow) + every[None, :]).astype(dw.dtype)
 
 
-def gradients_by_halves(see: Refs, w: Array, sums: Array, dq, dk, dv, dw):
+def queries_by_halves(see: Refs, w: Array, sums: Array, dq, dv):
     q, k, dy = see["q"][...], see["k"][...], see["dy"][...]
     Q, narrow = q.shape[0], q.dtype
     row, column = sides(Q)
     d_scores, own = scores_got(see)
 
     def step(level, found):
-        weights, dq, dk, dw = found
+        weights, dq = found
         pairs, decay = meeting(level, row, column), jnp.exp(summed(between(level, row, column), w, narrow))
         scaled_q, scaled_k = (q * decay).astype(narrow), (k * decay).astype(narrow)
-        here = jnp.where(pairs, d_scores, 0).astype(narrow)
-        to_q, to_k = decay * dot(here, scaled_k), decay * dot(here, scaled_q, trans_a=True)
         weights += jnp.where(pairs, dot(scaled_q, scaled_k, trans_b=True), 0)
-        dw += summed(between(level, column, row), q * to_q + k * to_k, narrow)
-        return weights, dq + to_q, dk + to_k, dw
+        return weights, dq + decay * dot(jnp.where(pairs, d_scores, 0).astype(narrow), scaled_k)
 
     itself = jnp.where(row == column, jnp.sum(q.astype(w.dtype) * k, axis=1)[:, None], 0)
-    none = jnp.zeros(w.shape, w.dtype)
-    weights, to_q, to_k, to_w = lax.fori_loop(0, (Q - 1).bit_length(), step, (itself, none, none, none))
+    start = itself, jnp.zeros(w.shape, w.dtype)
+    weights, to_q = lax.fori_loop(0, (Q - 1).bit_length(), step, start)
     past = jnp.exp(sums) * rows(dot(dy, see["before"][...], trans_b=True), see, "first")
     dq[...] = (past + to_q + own * k).astype(dq.dtype)
-    to_end = to_ends(w, see, narrow)
-    later = to_end * dot(see["v"][...], see["after"][...], trans_b=True)
+    weights = jnp.where(same_document(see, Q), weights, 0).astype(narrow)
+    later = dot((k * to_ends(w, see, narrow)).astype(narrow), see["after"][...])
+    dv[...] = (later + dot(weights, dy, trans_a=True)).astype(dv.dtype)
+
+
+def keys_by_halves(see: Refs, w: Array, sums: Array, dk, dw):
+    """The decays get sums of what pairs of tokens give, never differences, which would lose small ones."""
+    q, k = see["q"][...], see["k"][...]
+    Q, narrow = q.shape[0], q.dtype
+    row, column = sides(Q)
+    d_scores, own = scores_got(see)
+
+    def step(level, found):
+        dk, dw = found
+        pairs, decay = meeting(level, row, column), jnp.exp(summed(between(level, row, column), w, narrow))
+        here = jnp.where(pairs, d_scores, 0).astype(narrow)
+        to_q = decay * dot(here, (k * decay).astype(narrow))
+        to_k = decay * dot(here, (q * decay).astype(narrow), trans_a=True)
+        return dk + to_k, dw + summed(between(level, column, row), q * to_q + k * to_k, narrow)
+
+    none = jnp.zeros(w.shape, w.dtype)
+    to_k, to_w = lax.fori_loop(0, (Q - 1).bit_length(), step, (none, none))
+    past = jnp.exp(sums) * rows(dot(see["dy"][...], see["before"][...], trans_b=True), see, "first")
+    later = to_ends(w, see, narrow) * dot(see["v"][...], see["after"][...], trans_b=True)
     dk[...] = (later + to_k + own * q).astype(dk.dtype)
     to_w += summed(row <= column, past * q, narrow) + summed(row > column, later * k, narrow)
     dw[...] = (to_w + kept_got(see, jnp.sum(w, axis=0))[None, :]).astype(dw.dtype)
-    weights = jnp.where(same_document(see, Q), weights, 0).astype(dy.dtype)
-    dv[...] = (dot((k * to_end).astype(narrow), see["after"][...]) + dot(weights, dy, trans_a=True)).astype(dv.dtype)
 
 
-def gradients(q, k, v, w, before, documents, dy, after, chunk: int, interpret: bool) -> list[Array]:
+def queries_kernel(see: Refs, dq, dv):
+    either(see, queries_at_once, queries_by_halves, dq, dv)
+
+
+def keys_kernel(see: Refs, dk, dw):
+    either(see, keys_at_once, keys_by_halves, dk, dw)
+
+
+def gradients(q, k, v, w, before, documents, dy, after, chunk: int, interpret: bool) -> tuple[Array, ...]:
     """dq, dk, dv and dw."""
     (B, L, H, K), V = q.shape, v.shape[-1]
     key, value, state = tokens_seen(chunk, K), tokens_seen(chunk, V), state_seen(K, V)
     given = dict(q=(q, key), k=(k, key), v=(v, value), w=(w, key), dy=(dy, value))
     given |= dict(before=(before, state), after=(after, state)) | cuts(documents, chunk)
-    made = [(q, key), (k, key), (v, value), (w, key)]
-    made = [(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), block) for leaf, block in made]
     grid = (H, L // chunk, B)
-    return launch(gradients_kernel, "channels_gradients", grid, given, made, PARAMS["gradients"], interpret)
+
+    def run(kernel, name, *made):
+        made = [(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), block) for leaf, block in made]
+        return launch(kernel, f"channels_{name}", grid, given, made, PARAMS[name], interpret)
+
+    dq, dv = run(queries_kernel, "queries", (q, key), (v, value))
+    given["dq"] = (dq, key)
+    dk, dw = run(keys_kernel, "keys", (k, key), (w, key))
+    return dq, dk, dv, dw
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6, 7))
@@ -293,6 +336,7 @@ def fused_channels(
     opens: [B, L], true where the past is forgotten. K, V: 16, 32, 64 or 128; chunk: 16 to 128; bfloat16 or float32.
     """
     B, L, H = q.shape[:3]
+    chunk = fitting(chunk, k, v)
     w = jnp.maximum(w, STRONGEST)
     # Filled up with keys of zero and decays of none, which leave a state as it was.
     q, k, v, w = (in_chunks(leaf, chunk).reshape(B, -1, *leaf.shape[2:]) for leaf in (q, k, v, w))

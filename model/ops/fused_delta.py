@@ -25,6 +25,7 @@ from model.ops.fused_state import (
     Past,
     Refs,
     decays_got,
+    fitting,
     launch,
     named,
     on_each_device,
@@ -147,7 +148,9 @@ def states(given: dict[str, Array | None], past: Past, start: Array, chunk: int,
         made.insert(0, (jax.ShapeDtypeStruct((B, L, H, V), dtype), value))
         made.insert(0, (jax.ShapeDtypeStruct((B, L // chunk, H, K, V), dtype), before))
     kernel = partial(states_kernel, chunk=chunk, reverse=reverse)
-    return launch(kernel, "delta_states", (H, V // R, B * S), seen, made, PARAMS["states"], interpret)
+    warps, stages = PARAMS["states"]
+    params = warps, max(1, 2 * stages // jnp.dtype(dtype).itemsize)  # wide numbers take twice the room on the chip
+    return launch(kernel, "delta_states", (H, V // R, B * S), seen, made, params, interpret)
 
 
 def segments(rows: int, chunks: int) -> int:
@@ -298,6 +301,7 @@ def fused_delta(
     h0: [B, H, K, V], wide; opens: [B, L], true where the past is forgotten. K, V: 16, 32, 64 or 128; chunk: 16 to 64.
     """
     B, L, H = q.shape[:3]
+    chunk = fitting(chunk, k, v)
     # Filled up with keys of zero and decays of none, which leave a state as it was.
     q, k, v = (in_chunks(leaf, chunk).reshape(B, -1, *leaf.shape[2:]) for leaf in (q, k, v))
     beta = in_chunks(jnp.moveaxis(beta, 2, 1), chunk, axis=2)

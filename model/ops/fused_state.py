@@ -27,6 +27,7 @@ Array = jax.Array
 Refs = dict[str, Any]  # of a kernel's inputs, by name; what a call lacks is not there
 
 TILE = 1024  # numbers of a state that one program carries
+ROOM = 227 * 1024  # bytes that a program has on the chip, beside its registers
 AHEAD = 8  # chunks whose numbers are fetched before the first is used
 PARAMS = {  # warps and stages by kernel
     "added": (4, 1),
@@ -298,6 +299,14 @@ def on_each_device(run: Callable, rows: int, heads: int, tokens: int = 3, states
     return placement.on_each_device(run, in_specs, (token, state))
 
 
+def fitting(chunk: int, k: Array, v: Array) -> int:
+    """The chunk asked for, or the longest whose tokens and states have room on the chip, in the backward pass too."""
+    K, V = k.shape[-1], v.shape[-1]
+    while chunk > 16 and 2 * (chunk * (K + V) + K * V) * k.dtype.itemsize > ROOM:
+        chunk //= 2
+    return chunk
+
+
 def fused_state(
     q: Array,
     k: Array,
@@ -314,6 +323,7 @@ def fused_state(
     h0: [B, H, K, V], wide; opens: [B, L], true where the past is forgotten. K, V: 16, 32, 64 or 128; chunk: 16 to 128.
     """
     B, L, H = q.shape[:3]
+    chunk = fitting(chunk, k, v)
     # Filled up with keys of zero and decays of none, which leave a state as it was.
     q, k, v = (in_chunks(leaf, chunk).reshape(B, -1, *leaf.shape[2:]) for leaf in (q, k, v))
     a = None if a is None else in_chunks(jnp.moveaxis(jnp.maximum(a, STRONGEST), 2, 1), chunk, axis=2)

@@ -80,8 +80,10 @@ class Reformer(Mixer):
             weights = weights_of_all(of_new(q), k, tokens, form, bias, first)
         if self.looked_into():
             self.sow("maps", "weights", weights)
-        y = jnp.einsum("bhlm,bmhv->blhv", weights.astype(v.dtype), v) if few else None
-        y = of_new(attend(q, k, v, tokens, form, bias)) if y is None else y
+        if few:
+            y = jnp.einsum("bhlm,bmhv->blhv", weights.astype(v.dtype), v)
+        else:
+            y = of_new(attend(q, k, v, tokens, form, bias))
         return out_of_heads(self, y), state
 
     @property

@@ -116,6 +116,7 @@ def test_tiles_of_laplace_attention_are_the_whole(mask):
             np.testing.assert_allclose(one, other, atol=1e-4 * np.abs(other).max())
 
 
+@pytest.mark.scale
 @pytest.mark.parametrize(
     "settings", [dict(chunk=128), dict(chunk=128, attend="laplace"), dict(attend="laplace")], ids=str
 )

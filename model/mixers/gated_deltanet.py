@@ -1,6 +1,6 @@
 """Gated DeltaNet: the delta rule on a state that forgets at a rate the token decides (https://arxiv.org/abs/2412.06464).
 
-With two value channels for each of a key's it has the parameters of Qwen3-Next's layer.
+It is Qwen3-Next's layer where that has as many heads of keys as of values; heads that share keys are not here.
 """
 
 from typing import ClassVar

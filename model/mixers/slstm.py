@@ -64,6 +64,7 @@ class SLSTM(Mixer):
     conv: Dim = 4  # width of the short convolution that the gates i and f see
 
     forward_only: ClassVar[bool] = True
+    last: ClassVar[str] = "norm"  # its scale: no map follows
     groups: ClassVar[dict[str, str]] = {"bias": "no_decay", "conv_bias": "no_decay"}
 
     @nn.compact

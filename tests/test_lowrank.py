@@ -22,8 +22,8 @@ def alone(name, definition, length=L, **settings):
     wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), variables).get("params", {})
     ends = [length, 2 * length // 3]
     segments = (np.arange(length) < np.asarray(ends)[:, None]).astype(np.int32)
-    full, _ = mixer.apply(variables, x, Context())
-    padded, _ = mixer.apply(variables, x, zoo.context(segments).replace(right_padded=True))
+    full, _ = zoo.apply(mixer)(variables, x, Context())
+    padded, _ = zoo.apply(mixer)(variables, x, zoo.context(segments).replace(right_padded=True))
     for got, row, n in [(full, 0, length), (full, 1, length), (padded, 0, ends[0]), (padded, 1, ends[1])]:
         want = definition(wide, np.asarray(x[row, :n], np.float64))
         assert zoo.far(got[row, :n], want) < 1e-5, (row, n)

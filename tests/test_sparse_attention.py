@@ -180,6 +180,17 @@ def test_longformer_is_its_papers_definition(causal):
         assert zoo.far(y[segments == document], truth(x[segments == document])) < 1e-5
 
 
+@pytest.mark.scale
+@pytest.mark.parametrize("name", ["dilated", "strided", "fixed"])
+def test_a_position_bias_is_that_of_true_distances(name):
+    """Though tokens are moved together: as of all pairs, in packed rows."""
+    mixer = zoo.make((name, DEFINITIONS[name][0], "alibi"))
+    segments = np.asarray([[0, 1, 0] + [1] * 15 + [2] * 10 + [0] * 3 + [2] * 3])
+    x, variables, ctx = zoo.inputs(1, 34), zoo.params(mixer), zoo.context(segments)
+    y, want = (zoo.apply(one)(variables, x, ctx)[0] for one in (mixer, mixer.clone(implementation="reference")))
+    assert zoo.far(y[segments > 0], want[segments > 0]) < 1e-5
+
+
 # Cost
 
 

@@ -150,6 +150,7 @@ class Mega(Mixer):
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the attention op; None picks
 
     softmax: ClassVar[bool] = True
+    work: ClassVar[float | None] = 2  # of the whole; within chunks as the length
     groups: ClassVar[dict[str, str]] = {
         **dict.fromkeys(("alpha", "delta", "beta", "eta", "omega"), "no_decay"),
         **dict.fromkeys(("kappa", "mu", "bias_table", "bias_ends"), "no_decay"),

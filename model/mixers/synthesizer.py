@@ -37,6 +37,7 @@ class Synthesizer(Mixer):
     longest: Length = 4096  # positions that there are weights for
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the attention op; None picks
 
+    work: ClassVar[float | None] = 2
     groups: ClassVar[dict[str, str]] = {"R": "no_decay", "R1": "no_decay", "R2": "no_decay"}
 
     def check(self, length: int) -> None:

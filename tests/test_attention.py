@@ -365,7 +365,7 @@ def test_the_bench_measures_every_contender(monkeypatch):
     monkeypatch.setattr(speed, "LEAST", 0.0)
     rows = list(speed.measure(attention_speed.settings(), attention_speed.contenders, rounds=1))
     assert [(row["case"], row["contender"]) for row in rows] == [
-        ("sinks", f"longview {name}") for name in ("xla", "tiled")
+        ("sinks", f"longview {name}") for name in ("xla", "tiled", "blocks")
     ]
     assert all(row["forward_ms"] > 0 and row["gradient_ms"] > 0 and row["temp_mib"] > 0 for row in rows)
     assert speed.table(rows, attention_speed.LEAD).count("\n") == 2 + len(rows)

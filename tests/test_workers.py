@@ -138,9 +138,12 @@ def alive(pid: int) -> bool:
 
 
 ASKS = """
+import signal
+
 from data import build
 from data.workers import Block, Workers
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs are started without
 found, task = Workers(2, start=0.0), build("pathfinder", {})
 for made in found.make([Block(task, 0, "train", 0, i, i) for i in range(0, 160_000, 64)]):
     print(*(process.pid for process in found._processes.values()), flush=True)

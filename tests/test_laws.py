@@ -32,7 +32,6 @@ def pieces(mixer, x, ctx, lengths):
     return np.concatenate(outputs, axis=1)
 
 
-@pytest.mark.few(3, each=True)
 @pytest.mark.quick
 @pytest.mark.parametrize("case", WRITING)
 def test_split(case):
@@ -43,7 +42,6 @@ def test_split(case):
         np.testing.assert_allclose(pieces(mixer, x, zoo.context(L=L), lengths), whole, atol=2e-5)
 
 
-@pytest.mark.few(3, each=True)
 @pytest.mark.parametrize("case", WRITING)
 def test_packed_rows_split(case):
     """The split law for documents and padding."""
@@ -67,7 +65,6 @@ def test_every_combination_splits_packed_rows_or_is_refused(case):
     np.testing.assert_allclose(split[PACKED > 0], np.asarray(whole)[PACKED > 0], atol=2e-5)
 
 
-@pytest.mark.few(3, each=True)
 @pytest.mark.quick
 @pytest.mark.parametrize("case", CASES)
 def test_causality(case):
@@ -93,7 +90,9 @@ def test_causality(case):
 
 
 DIRECTED = [(case, case in WRITING) for case in CASES] + [(case, False) for case in PLAIN if case in WRITING]
-IN_DIRECTION = [pytest.param(*c.values, d, id=f"{c.id}-{'causal' if d else 'bidirectional'}") for c, d in DIRECTED]
+IN_DIRECTION = [
+    pytest.param(*c.values, d, id=f"{c.id}-{'causal' if d else 'bidirectional'}", marks=c.marks) for c, d in DIRECTED
+]
 
 
 def in_direction(case, causal):
@@ -113,7 +112,6 @@ def places(segments):
     return real, np.where(real, np.cumsum(real, axis=1), 0)[..., None] * np.ones(zoo.WIDTH)
 
 
-@pytest.mark.few(4, each=True)
 @pytest.mark.quick
 @pytest.mark.parametrize("case, causal", IN_DIRECTION)
 def test_segments(case, causal):
@@ -160,7 +158,6 @@ def test_padding_is_skipped(case, causal):
     assert (np.abs(pull[~real]) < 1e-7).all()
 
 
-@pytest.mark.few(4, each=True)
 @pytest.mark.quick
 @pytest.mark.parametrize("case, causal", IN_DIRECTION)
 def test_right_padding(case, causal):
@@ -179,7 +176,6 @@ def test_right_padding(case, causal):
         assert (np.abs(told_pull[~real]) < 1e-4).all()  # an FFT spreads rounding
 
 
-@pytest.mark.few(3, each=True)
 @pytest.mark.parametrize("case", WRITING)
 def test_padding_leaves_the_state(case):
     """A prompt padded at its end, then more tokens: as if the padding had not been there."""
@@ -198,8 +194,9 @@ HALF = ("attention", "mla", "mamba", "mamba2", "rwkv", "s4d")  # in float16 too,
 AWKWARD = [(case, length) for case in CASES for length in ([1, 7, 63, 100] if case in BARE else [63])]
 
 
-@pytest.mark.few(3, each=True)
-@pytest.mark.parametrize("case, length", [pytest.param(*c.values, n, id=f"{c.id}-{n}") for c, n in AWKWARD])
+@pytest.mark.parametrize(
+    "case, length", [pytest.param(*c.values, n, id=f"{c.id}-{n}", marks=c.marks) for c, n in AWKWARD]
+)
 def test_truth(case, length):
     """Value and gradient equal the float64 reference: tight in float32, loose in float16 and looser in bfloat16."""
     # At one length for all that see no later token: what follows carries no weight, and must not reach what is before.

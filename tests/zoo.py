@@ -75,7 +75,7 @@ VARIANTS = {
         {"length": 2, "stride": 2, "block": 4, "top": 4, "sliding": 3, "n_kv_heads": 1},
         {"length": 4, "stride": 2, "block": 6, "top": 4, "sliding": 3, "n_kv_heads": 2},
     ],
-    "nystrom": [{"landmarks": 5, "conv": 0}, {"landmarks": 4, "conv": 3, "n_heads": 2}],
+    "nystrom": [{"landmarks": 4, "conv": 0}, {"landmarks": 3, "conv": 3, "n_heads": 2}],
     "performer": [{"n_features": 9, "seed": 1, "head_dim": 6}],
     "reformer": [{"chunk": 3, "n_buckets": 2, "rounds": 4}],
     "retention": [{"expand": 1, "n_heads": 2}],

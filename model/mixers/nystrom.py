@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import Context, State, wide
+from model.errors import UserError
 from model.layers import check_divides, dense, fan_in
 from model.mixers.attention import INTO_HEADS
 from model.mixers.whole_row import WholeRow
@@ -96,7 +97,7 @@ class Nystrom(WholeRow):
     """
 
     n_heads: Dim = 4
-    landmarks: Dim = 64
+    landmarks: Literal[0] | Dim = 0  # 0: 64, or every token of shorter rows
     iterations: Count = 6  # towards the pseudo-inverse
     conv: Literal[0] | Annotated[int, within(1, WIDEST), odd] = 33  # width of the convolution beside; 0: none
 
@@ -113,6 +114,14 @@ class Nystrom(WholeRow):
         if self.conv:
             init = nn.with_logical_partitioning(fan_in, (None, "heads"))
             kernel = self.param("conv", init, (self.conv, H), wide(self.dtype))
-        run = partial(nystrom, landmarks=self.landmarks, iterations=self.iterations)
+        run = partial(nystrom, landmarks=self.landmarks_of(x.shape[1]), iterations=self.iterations)
         y = self.mixed(run, kernel, tokens, ctx)
         return dense(self.width, ("heads", None, "embed"), self.dtype, "out", inputs=2)(y), None
+
+    def landmarks_of(self, length: int) -> int:
+        if self.landmarks > length:
+            raise UserError(
+                f"model.nystrom.landmarks {self.landmarks} is more than the {length} tokens of a row; allowed: 1 to "
+                f"{length}, or 0 for 64 where there are as many; closest: {length}"
+            )
+        return self.landmarks or min(64, length)

@@ -168,7 +168,7 @@ def test_sharing_the_length_changes_nothing(op, sizes):
 
 # What holds each token's past in a state, or reads it by a convolution, and can be taken apart.
 LOOPS = ("rnn", "lstm", "gru", "slstm")  # one token after another
-WHOLE = ("linformer", "synthesizer")  # have weights for every token of the longest row
+WHOLE = ("linformer", "sinkhorn", "synthesizer")  # have weights for every token of the longest row
 APART = [name for name in zoo.ALONE if not MIXERS[name].softmax and name not in LOOPS + WHOLE]
 LITTLE = {"fnet": 1.5}  # it keeps nothing but the numbers that devices exchange, and so these are seen
 STRETCH = 2048

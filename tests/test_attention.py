@@ -15,6 +15,8 @@ from model.ops.attention import Bias, attention
 from model.ops.dense_attention import reference
 from model.ops.fused_attention import splash
 from model.ops.mask import CAUSAL, FULL, Band, Prefix, window
+from model.ops.patterns import Chunk
+from model.positions.score_bias import alibi_bias
 from tests import meshes
 
 B, L, H, G, K = 2, 100, 4, 2, 8
@@ -159,29 +161,34 @@ def picked(chip="cpu", sizes=None, with_lse=False, **options):
     return next(name for name, can in op.IMPLEMENTATIONS.items() if can is chosen)
 
 
-ALIBI = Bias(jnp.ones(4), slope, ("heads",))
+CURVED = Bias(jnp.ones(4), slope, ("heads",))
 HALF = dict(dtype=jnp.bfloat16)
 PACKED = dict(q_segments=jnp.ones((1, 4096), jnp.int32), k_segments=jnp.ones((1, 4096), jnp.int32))
 
 
 @pytest.mark.quick
-def test_on_a_gpu_the_choice_is_what_cudnn_can_serve():
+def test_on_a_gpu_the_choice_is_what_cudnn_can_serve_then_our_own():
     assert {picked("gpu", n=n, **HALF) for n in (64, 4096, 32_768)} == {"cudnn"}
     assert {picked("gpu", n=4096, mask=mask, **HALF) for mask in (CAUSAL & window(100), FULL, window(1))} == {"cudnn"}
-    # A window on both sides is not served, though a window is, and both directions are.
+    # A window on both sides cuDNN does not serve, though a window it does, and both directions.
     assert {picked("gpu", n=4096, mask=mask, **HALF) for mask in (window(100), Band(None, 5), Band(0, None))} == {
-        "tiled"
+        "flash"
     }
     lacked = [
         dict(soft_cap=5.0),
-        dict(bias=ALIBI),
+        dict(bias=Bias({"m": jnp.ones(4)}, alibi_bias, {"m": ("heads",)})),
         dict(sinks=jnp.zeros(4)),
         dict(mask=CAUSAL | Prefix(3)),
         PACKED,
         dict(value_dim=32),
+        dict(mask=Chunk(64)),
     ]
-    assert {picked("gpu", n=4096, **HALF, **options) for options in lacked} == {"tiled"}
-    assert picked("gpu", n=4096, with_lse=True, **HALF) == picked("gpu", n=4096) == "tiled"
+    assert {picked("gpu", n=4096, **HALF, **options) for options in lacked} == {"flash"}
+    assert picked("gpu", n=4096, with_lse=True, **HALF) == picked("gpu", n=4096) == "flash"
+    # Neither does any bias, positions with gaps, nor blocks that are no multiple of its tiles.
+    at = jnp.zeros((1, 4096), jnp.int32)
+    others = [dict(bias=CURVED), dict(mask=Chunk(40)), dict(q_positions=at, k_positions=at)]
+    assert {picked("gpu", n=4096, **HALF, **options) for options in others} == {"tiled"}
     # Of GPUs: none before Ampere, none of AMD's, and wide heads from Hopper on.
     assert {chip: picked(chip, n=4096, **HALF) for chip in ("gpu", "ampere", "volta", "amd")} == dict(
         gpu="cudnn", ampere="cudnn", volta="tiled", amd="tiled"
@@ -199,7 +206,7 @@ def test_on_a_gpu_rows_of_any_length_with_padding_behind_them_are_served():
     padded = dict(PACKED, right_padded=True)
     assert {picked("gpu", n=4096, mask=mask, **padded, **HALF) for mask in (FULL, CAUSAL)} == {"cudnn"}
     assert picked("gpu", dict(sequence=4), n=4096, mask=FULL, **padded, **HALF) == "cudnn"
-    assert picked("gpu", n=4096, mask=CAUSAL & window(9), **padded, **HALF) == "tiled"
+    assert picked("gpu", n=4096, mask=CAUSAL & window(9), **padded, **HALF) == "flash"
     assert {picked("gpu", n=n, mask=mask, **HALF) for n in (1, 63, 2001) for mask in (FULL, CAUSAL)} == {"cudnn"}
 
 
@@ -208,7 +215,7 @@ def test_on_a_tpu_the_choice_is_what_splash_can_serve():
     served = [{}, dict(soft_cap=5.0), dict(mask=window(7)), dict(mask=SOME), dict(value_dim=64), HALF, PACKED]
     for head_dim in (64, 128, 256):
         assert {picked("tpu", n=4096, head_dim=head_dim, **options) for options in served} == {"splash"}
-    lacked = [dict(sinks=jnp.zeros(4)), dict(bias=ALIBI), dict(head_dim=20), dict(dtype=jnp.float16)]
+    lacked = [dict(sinks=jnp.zeros(4)), dict(bias=CURVED), dict(head_dim=20), dict(dtype=jnp.float16)]
     assert {picked("tpu", n=4096, **options) for options in lacked} == {"tiled"}
     assert picked("tpu", n=4100) == "tiled" and picked("tpu", n=100) == "xla"
     assert picked("tpu", dict(sequence=4), n=4096) == "splash" and picked("tpu", dict(sequence=4), n=516) == "xla"
@@ -223,14 +230,14 @@ def test_dense_or_tiles_by_what_one_device_holds():
     assert picked(n=1024) == "xla" and picked(n=4096) == "tiled"
     assert picked(n=256, batch=64) == "xla" and picked(n=1024, batch=64) == "tiled"
     for chip in ("cpu", "gpu", "tpu"):
-        assert picked(chip, n=1024, batch=64, bias=ALIBI) == "tiled"
+        assert picked(chip, n=1024, batch=64, bias=CURVED) == "tiled"
         for sizes in (
             dict(data=16),
             dict(fsdp=4, tensor=4),
             dict(data=4, sequence=4),
             dict(tensor=2, sequence=2, data=4),
         ):
-            assert picked(chip, sizes, n=1024, batch=64, bias=ALIBI) == "xla"
+            assert picked(chip, sizes, n=1024, batch=64, bias=CURVED) == "xla"
 
 
 @pytest.mark.quick
@@ -269,8 +276,8 @@ def test_a_kernel_asked_for_by_name_says_what_it_lacks():
 def test_the_support_matrix_is_what_the_choice_reads():
     table = op.support_matrix()
     plain = dict.fromkeys(("ring", "xla", "tiled", "blocks", "reference"), "yes")
-    assert table["a position bias"] == dict(splash="-", cudnn="-", **plain)
-    assert table["a window on the distance with no causal mask"] == dict(splash="yes", cudnn="-", **plain)
+    assert table["a position bias"] == dict(splash="-", cudnn="-", flash="yes", **plain)
+    assert table["a window on the distance with no causal mask"] == dict(splash="yes", cudnn="-", flash="yes", **plain)
     assert set(table["platform"]) == set(op.IMPLEMENTATIONS)
 
 

@@ -14,7 +14,8 @@ from model.ops import attention as op
 from model.ops import tiled_attention
 from model.ops.dense_attention import reference, xla
 from model.ops.fused_attention import splash
-from model.ops.mask import CAUSAL, FULL, Band, Block, Chunk, Either, Mask, Prefix, window
+from model.ops.mask import CAUSAL, FULL, Band, Block, Either, Mask, Prefix, window
+from model.ops.patterns import Chunk
 
 pytestmark = pytest.mark.quick
 

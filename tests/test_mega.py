@@ -11,7 +11,8 @@ from model.contract import Context
 from model.errors import UserError
 from model.mixers.mega import Mega
 from model.ops.laplace_attention import laplace_attention
-from model.ops.mask import CAUSAL, FULL, Chunk
+from model.ops.mask import CAUSAL, FULL
+from model.ops.patterns import Chunk
 from tests import zoo
 
 N = 23

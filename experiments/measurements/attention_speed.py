@@ -53,7 +53,7 @@ def ours(setting: Setting, implementation: str) -> Contender:
     options = {
         "causal": lambda: {},
         "window": lambda: dict(mask=CAUSAL & window(WINDOW)),
-        "alibi": lambda: dict(bias=Bias(slopes, alibi_bias, ("heads",))),
+        "alibi": lambda: dict(bias=Bias({"m": slopes}, alibi_bias, {"m": ("heads",)})),
         "t5": lambda table: dict(bias=Bias(table, T5Bias(32, 128, causal=True), (None, "heads"))),
         "soft cap": lambda: dict(soft_cap=SOFT_CAP),
         "sinks": lambda sinks: dict(sinks=sinks),

@@ -18,7 +18,8 @@ from model.mixers.attention import begin, remember, whole_row
 from model.mixers.state_space import System, convolved, diagonal_recurrence, of_channels
 from model.ops import laplace_attention
 from model.ops.attention import IMPLEMENTATIONS, attention, attention_weights
-from model.ops.mask import CAUSAL, FULL, Chunk
+from model.ops.mask import CAUSAL, FULL
+from model.ops.patterns import Chunk
 from model.ops.scores import Bias
 from model.ops.stretches import stretches
 from model.positions.position import Position

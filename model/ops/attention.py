@@ -19,21 +19,24 @@ from model.errors import UserError, choose
 from model.ops import sharing
 from model.ops.block_attention import blocks
 from model.ops.dense_attention import reference, weights_and_lse, xla
-from model.ops.fused_attention import cudnn, splash
+from model.ops.fused_attention import cudnn, flash, splash
 from model.ops.mask import CAUSAL, FULL, Mask
 from model.ops.ring_attention import ring
-from model.ops.scores import Bias, Form, Operands
+from model.ops.scores import Bias, Form, Operands, Pairwise
 from model.ops.tiled_attention import tiled
 
 FEATURES = {
     "window": "a window on the distance",
     "bidirectional": "no causal mask",
     "pattern": "a mask that is no band of distances (a prefix)",
+    "uneven blocks": "a pattern of blocks in packed documents, or of blocks of no multiple of 16 tokens",
     "segments": "packed documents, or padding between tokens",
     "padding": "padding behind the tokens of a row",
     "positions": "positions other than 0, 1, 2, ... (a cache)",
+    "gaps": "positions that do not follow each other in a document",
     "stretch": "a device's own stretch of the queries",
     "bias": "a position bias",
+    "looked-up bias": "a position bias that is more than arithmetic on positions (T5, FIRE)",
     "soft cap": "soft-capped scores",
     "sinks": "attention sinks",
     "additive": "additive scores",
@@ -96,6 +99,13 @@ IMPLEMENTATIONS = {
         dtypes=("bfloat16", "float16"),
         head_dims=8,
     ),
+    "flash": Implementation(
+        run=flash,
+        summary="our own kernel for GPUs, for what cuDNN's lacks",
+        lacks=frozenset({"uneven blocks", "gaps", "stretch", "looked-up bias", "additive", "ring"}),
+        chips=(Chip("gpu", capability=(8, 0), head_dim=128),),
+        dtypes=("bfloat16", "float16", "float32"),
+    ),
     "ring": Implementation(
         run=ring,
         summary="tiles of a device's own queries and keys that go round the devices",
@@ -126,11 +136,12 @@ def attention(
     v: jax.Array,
     *,
     with_lse: bool = False,
-    implementation: str | None = None,
+    implementation: str | tuple[str, ...] | None = None,
     **call: Any,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Softmax attention, `[B, L, H, V]`; with `with_lse` also the log-sum-exp of the scores, `[B, L, H]`.
 
+    Of several implementations, the first that can serve is taken.
     `call` is what `prepare` takes by keyword: places, mask, and how to score. On a mesh every device computes its own
     part, and what it is picked by is that part.
     """
@@ -215,17 +226,20 @@ def prepare(
 
 def features(form: Form, o: Operands, with_lse: bool) -> set[str]:
     """The names in FEATURES that a call makes use of."""
-    band = form.mask.band()
+    band, grain = form.mask.band(), form.mask.grain()
     back, ahead = band or (None, 0)
     used = {
         "window": back is not None or bool(ahead),
         "bidirectional": ahead != 0,
         "pattern": band is None,
+        "uneven blocks": grain is not None and (grain % 16 > 0 or form.stretches == 0),
         "segments": o.k_segments is not None and not form.right_padded,
         "padding": o.k_segments is not None and form.right_padded,
         "positions": form.stretches == 0,
+        "gaps": form.stretches == 0 and not form.gapless,
         "stretch": form.stretches > 1 and form.mask != FULL,
         "bias": form.bias is not None,
+        "looked-up bias": form.bias is not None and not isinstance(form.bias, Pairwise),
         "soft cap": form.soft_cap > 0,
         "sinks": o.sinks is not None,
         "additive": o.additive is not None,
@@ -262,12 +276,14 @@ def together(features: frozenset[str]) -> str:
     return " with ".join(meaning for feature, meaning in FEATURES.items() if feature in features)
 
 
-def pick(given: str | None, form: Form, o: Operands, with_lse: bool) -> Implementation:
+def pick(given: str | tuple[str, ...] | None, form: Form, o: Operands, with_lse: bool) -> Implementation:
     """The implementation asked for, if it can serve; else the first of the fused ones that can, else by size.
 
     `o` is what one device holds; shapes are enough.
     """
     call = (form, o, with_lse)
+    if isinstance(given, tuple):
+        given = next((name for name in given if not lacking(name, *call)), given[-1])
     if given is not None:
         chosen = choose("attention implementation", given, IMPLEMENTATIONS)
         if reasons := lacking(given, *call):
@@ -276,7 +292,7 @@ def pick(given: str | None, form: Form, o: Operands, with_lse: bool) -> Implemen
                 f"leave it unset, or choose from {', '.join(n for n in IMPLEMENTATIONS if not lacking(n, *call))}"
             )
         return chosen
-    for name in ("ring", "splash", "cudnn"):
+    for name in ("ring", "splash", "cudnn", "flash"):
         if not lacking(name, *call):
             return IMPLEMENTATIONS[name]
     return IMPLEMENTATIONS["xla" if few_scores(o) else "tiled"]

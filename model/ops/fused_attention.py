@@ -28,6 +28,13 @@ def evened(x: jax.Array) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
 
 
+def flash(form: Form, o: Operands, interpret: bool = False) -> tuple[jax.Array, jax.Array]:
+    """Our own flash attention on NVIDIA GPUs; `interpret` runs it anywhere, slowly."""
+    from model.ops import flash_attention  # here, as below
+
+    return flash_attention.flash(form, o, interpret)
+
+
 def splash(form: Form, o: Operands, interpret: bool = False) -> tuple[jax.Array, None]:
     """Splash attention on TPUs; `interpret` runs it anywhere, slowly."""
     # Imported here: Pallas takes a second to load, and only TPUs need it.

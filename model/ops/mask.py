@@ -115,21 +115,6 @@ class Prefix(Mask):
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk(Mask):
-    """Keys of the query's own chunk of n positions: 0 to n - 1, n to 2n - 1, and so on."""
-
-    n: int
-
-    def sees(self, q: Array, k: Array) -> Array:
-        return q // self.n == k // self.n
-
-    def block(self, q_low: Array, q_high: Array, k_low: Array, k_high: Array) -> Block:
-        q_first, q_last, k_first, k_last = (at // self.n for at in (q_low, q_high, k_low, k_high))
-        some = (q_first <= k_last) & (k_first <= q_last)
-        return Block(some, (q_first == k_last) & (k_first == q_last))
-
-
-@dataclasses.dataclass(frozen=True)
 class Both(Mask):
     """What two masks show."""
 

@@ -30,6 +30,20 @@ class Bias:
 
 
 @dataclasses.dataclass(frozen=True)
+class Pairwise:
+    """The `fn` of a bias that is plain arithmetic on two positions: kernels compute it in a tile, by `score`.
+
+    All of its parameters, a dict, are `[H]`; `score` is given one head's, or all with axes for tokens behind.
+    """
+
+    score: Callable[[dict[str, jax.Array], jax.Array, jax.Array], jax.Array]
+
+    def __call__(self, params: dict[str, jax.Array], q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
+        params = {name: x[:, None, None] for name, x in params.items()}
+        return self.score(params, q_positions[:, None, :, None], k_positions[:, None, None, :])
+
+
+@dataclasses.dataclass(frozen=True)
 class Form:
     """What is known of a call when it is traced."""
 

@@ -15,6 +15,8 @@ from model.ops.conv import moved, places
 from model.ops.mask import Band, Mask
 from model.ops.patterns import Columns, Dilated
 
+SKIPPING = ("flash", "blocks")  # implementations that compute what a mask shows and little more
+
 
 def sparse_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, mask: Mask, **call: Any) -> jax.Array:
     """Softmax attention, `[B, L, H, V]`: dilated and column masks by moving tokens together, others by lists of blocks.
@@ -27,7 +29,7 @@ def sparse_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, mask: Mask, **
         return dilated(q, k, v, mask, **call)
     if isinstance(mask, Columns):
         return columns(q, k, v, mask, **call)
-    return attention(q, k, v, mask=mask, **call, implementation="blocks")
+    return attention(q, k, v, mask=mask, **call, implementation=SKIPPING)
 
 
 def dilated(q: jax.Array, k: jax.Array, v: jax.Array, mask: Dilated, **call: Any) -> jax.Array:
@@ -56,7 +58,7 @@ def dilated(q: jax.Array, k: jax.Array, v: jax.Array, mask: Dilated, **call: Any
     else:
         call |= dict(q_positions=None, k_positions=None)
     rows = {name: dealt(call[name]) for name in ("q_positions", "k_positions", "q_segments", "k_segments")}
-    y = attention(dealt(q), dealt(k), dealt(v), mask=seen, **call | rows, implementation="blocks")
+    y = attention(dealt(q), dealt(k), dealt(v), mask=seen, **call | rows, implementation=SKIPPING)
     y = jnp.swapaxes(y.reshape(B, step, n, *y.shape[2:]), 1, 2)
     return y.reshape(B, n * step, *y.shape[3:])[:, :L]
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from model.contract import wide
 from model.errors import UserError
-from model.ops.scores import Bias
+from model.ops.scores import Bias, Pairwise
 from model.positions.position import Position
 from model.settings import WIDEST, Count, Dim, Positive, even, within
 
@@ -34,10 +34,11 @@ def alibi_slopes(n_heads: int) -> np.ndarray:
     return np.concatenate([slopes, between])[:n_heads]
 
 
-def alibi_bias(slopes: jax.Array, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
-    """`-m |i - j|`, `[B or 1, H, L, M]`; slopes m: [H]."""
-    distance = jnp.abs(distances(q_positions, k_positions))[:, None].astype(slopes.dtype)
-    return -jax.lax.stop_gradient(slopes)[:, None, None] * distance  # they are fixed: spares their gradient
+@Pairwise
+def alibi_bias(slopes: dict[str, jax.Array], i: jax.Array, j: jax.Array) -> jax.Array:
+    """`-m |i - j|`."""
+    m = jax.lax.stop_gradient(slopes["m"])  # they are fixed: spares their gradient
+    return -m * jnp.abs(i - j).astype(m.dtype)
 
 
 class ALiBi(Position):
@@ -47,7 +48,7 @@ class ALiBi(Position):
 
     def bias(self, n_heads: int, causal: bool) -> Bias:
         slopes = jnp.asarray(alibi_slopes(n_heads), wide(self.dtype))
-        return Bias(params=slopes, fn=alibi_bias, axes=("heads",))
+        return Bias(params={"m": slopes}, fn=alibi_bias, axes={"m": ("heads",)})
 
 
 def bucket_edges(buckets: int, max_distance: int) -> list[int]:
@@ -142,17 +143,18 @@ class T5(Position):
         return Bias(params=table, fn=T5Bias(self.buckets, self.max_distance, causal), axes=axes)
 
 
-def kerple_log(r: dict[str, jax.Array], q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
-    """`-r1 log(1 + r2 |i - j|)`, `[B or 1, H, L, M]`, with r1, r2 > 0 the softplus of the parameters `[H]`."""
-    r1, r2 = (jax.nn.softplus(r[name])[:, None, None] for name in ("r1", "r2"))
-    distance = jnp.abs(distances(q_positions, k_positions))[:, None].astype(r1.dtype)
-    return -r1 * jnp.log1p(r2 * distance)
+@Pairwise
+def kerple_log(r: dict[str, jax.Array], i: jax.Array, j: jax.Array) -> jax.Array:
+    """`-r1 log(1 + r2 |i - j|)`, with r1, r2 > 0 the softplus of the parameters."""
+    r1, r2 = jax.nn.softplus(r["r1"]), jax.nn.softplus(r["r2"])
+    return -r1 * jnp.log1p(r2 * jnp.abs(i - j).astype(r1.dtype))
 
 
-def kerple_power(r: dict[str, jax.Array], q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
+@Pairwise
+def kerple_power(r: dict[str, jax.Array], i: jax.Array, j: jax.Array) -> jax.Array:
     """`-r1 |i - j|^r2`, with r1 > 0 a softplus and 0 < r2 < 2 twice a sigmoid."""
-    r1, r2 = jax.nn.softplus(r["r1"])[:, None, None], 2 * jax.nn.sigmoid(r["r2"])[:, None, None]
-    distance = jnp.abs(distances(q_positions, k_positions))[:, None].astype(r1.dtype)
+    r1, r2 = jax.nn.softplus(r["r1"]), 2 * jax.nn.sigmoid(r["r2"])
+    distance = jnp.abs(i - j).astype(r1.dtype)
     # The logarithm of 0 would be the gradient to r2.
     return jnp.where(distance > 0, -r1 * jnp.exp(r2 * jnp.log(jnp.maximum(distance, 1))), 0)
 

@@ -1,0 +1,224 @@
+"""The kernels of flash attention, each for a tile of queries or of keys; `flash_attention` says what they are given.
+
+Scores are in units of log 2, because the chip's own exponential is that of 2. Letters beside the project's own: l
+queries and m keys of a tile.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas.triton import dot
+
+from model.ops.dense_attention import LOW
+from model.ops.fused_state import Refs
+from model.ops.mask import both
+from model.ops.scores import Form
+from model.ops.tile_walk import Walk
+
+Array = jax.Array
+LOG2_E = math.log2(math.e)
+
+
+class Shape(NamedTuple):
+    """Of a kernel: tile sizes, warps and stages."""
+
+    l: int
+    m: int
+    warps: int
+    stages: int
+
+
+def over(see: Refs, spans: Walk, step: Any, start: Any) -> Any:
+    """`step(tile, masked, carry)` over the tiles that this program's own tile meets."""
+    a, b, c, d = (see["spans"][i] for i in range(4))
+
+    def loop(first: Array, end: Array, masked: bool, carry: Any) -> Any:
+        def body(place, carry):
+            return step(see["listed"][place] if "listed" in see else place, masked, carry)
+
+        return lax.fori_loop(first, end, body, carry)
+
+    if "documents" in see:
+        if "listed" not in see:
+            a, d = jnp.maximum(a, see["documents"][0]), jnp.minimum(d, see["documents"][1])
+        return loop(a, d, True, start)
+    parts = spans.spans.T
+    for first, end, (low, high), masked in (
+        (a, b, parts[0:2], True),
+        (b, c, parts[1:3], False),
+        (c, d, parts[2:4], True),
+    ):
+        if np.any(low < high):
+            start = loop(first, end, masked, start)
+    return start
+
+
+class Side(NamedTuple):
+    """The tokens of a tile but for their channels, laid out along the rows or the columns of scores."""
+
+    at: Array  # positions
+    place: Array  # in the row
+    segment: Array | None
+    level: Array | None
+
+
+def side(see: Refs, name: str, first: Array, size: int, axis: int, head: tuple = ()) -> Side:
+    """Of `size` queries (`name` q) or keys (k) from `first` on; `head`: which one, where a program sees several."""
+    here = pl.ds(first, size)
+
+    def laid(x: Array | None) -> Array | None:
+        return None if x is None else (x[:, None] if axis == 0 else x[None, :])
+
+    place = first + lax.iota(jnp.int32, size)
+    positions, segments, levels = (see.get(f"{name}_{kind}") for kind in ("positions", "segments", "levels"))
+    return Side(
+        at=laid(place if positions is None else positions[here]),
+        place=laid(place),
+        segment=laid(None if segments is None else segments[here]),
+        level=laid(None if levels is None else levels[*head, here].astype(jnp.float32)),
+    )
+
+
+def params(see: Refs) -> dict[str, Array]:
+    return {name: ref[...] for name, ref in see["bias"].items()} if "bias" in see else {}
+
+
+def numbers(*positions: Array) -> tuple[Array, ...]:
+    """Of tokens, not of pairs: there are fewer to convert. Exact up to 2^24."""
+    return tuple(at.astype(jnp.float32) for at in positions)
+
+
+def tile_scores(form: Form, raw: Array, bias: dict[str, Array], q: Side, k: Side) -> tuple[Array, Array]:
+    """Scores in units of log 2, and what of them the soft cap has kept within -1 to 1."""
+    capped = raw
+    if form.soft_cap:
+        # By the exponential, which the chip has in hardware.
+        capped = 1 - 2 / (1 + jnp.exp2(raw * (2 * LOG2_E * form.scale / form.soft_cap)))
+        scores = capped * (form.soft_cap * LOG2_E)
+    else:
+        scores = raw * (form.scale * LOG2_E)
+    if form.bias is not None:
+        scores += form.bias.score(bias, *numbers(q.at, k.at)) * LOG2_E
+    if q.level is not None:
+        scores -= jnp.abs(q.level - k.level) * LOG2_E
+    return scores, capped
+
+
+def tile_seen(form: Form, shape: Shape, q: Side, k: Side, M: int) -> Array:
+    mask = form.mask.left(shape.l, shape.m) if form.stretches == 1 else form.mask
+    there = k.place < M if q.segment is None else (q.segment == k.segment) & (k.segment > 0)
+    return both(mask.sees(q.at, k.at), there)
+
+
+def out_kernel(see: Refs, out, lse, *, form: Form, shape: Shape, spans: Walk, M: int):
+    """Of one head. q: [l, K]; k: [M, K]; v: [M, V]; out: [l, V]; lse: [l]."""
+    l, m = shape[:2]
+    q, bias = see["q"][...], params(see)
+    queries = side(see, "q", see["first"][...], l, axis=0)
+
+    def add(j, masked, seen):
+        top, total, sum_ = seen
+        keys = side(see, "k", j * m, m, axis=1)
+        raw = dot(q, see["k"][pl.ds(j * m, m), :], trans_b=True)
+        scores, _ = tile_scores(form, raw, bias, queries, keys)
+        if masked:
+            scores = jnp.where(tile_seen(form, shape, queries, keys, M), scores, -jnp.inf)
+        higher = jnp.maximum(top, jnp.max(scores, axis=1))
+        weights, shrink = jnp.exp2(scores - higher[:, None]), jnp.exp2(top - higher)
+        v = see["v"][pl.ds(j * m, m), :]
+        sum_ = sum_ * shrink[:, None] + dot(weights.astype(v.dtype), v)
+        return higher, total * shrink + jnp.sum(weights, axis=1), sum_
+
+    top, total = jnp.full(l, LOW, jnp.float32), jnp.zeros(l, jnp.float32)
+    if "sink" in see:  # a key that has been seen already, with a value of 0
+        top, total = jnp.full(l, 1.0, jnp.float32) * (see["sink"][...] * LOG2_E), total + 1
+    start = top, total, jnp.zeros(out.shape, jnp.float32)
+    top, total, sum_ = over(see, spans, add, start)
+    total = jnp.where(total > 0, total, 1)
+    out[...] = (sum_ / total[:, None]).astype(out.dtype)
+    lse[...] = (top + jnp.log2(total)) / LOG2_E
+
+
+def score_gradients(form, scores, capped, lse, delta, d_weights, seen):
+    """Weights, and the gradients of scores (natural units) and of raw scores."""
+    weights = jnp.exp2(scores - lse * LOG2_E)
+    if seen is not None:
+        weights = jnp.where(seen, weights, 0)
+    d_scores = weights * (d_weights - delta)
+    d_raw = d_scores * form.scale
+    return weights, d_scores, d_raw * (1 - capped * capped) if form.soft_cap else d_raw
+
+
+def queries_kernel(see: Refs, dq, *more, form: Form, shape: Shape, spans: Walk, M: int):
+    """Of one head. As `out_kernel`, with dy: [l, V]; lse, delta: [l]. `more`: of the queries' levels, of the bias."""
+    l, m = shape[:2]
+    q, dy, bias = see["q"][...], see["dy"][...], params(see)
+    lse, delta = see["lse"][...][:, None], see["delta"][...][:, None]
+    queries = side(see, "q", see["first"][...], l, axis=0)
+
+    def add(j, masked, carry):
+        sum_, d_level, d_bias = carry
+        keys = side(see, "k", j * m, m, axis=1)
+        k = see["k"][pl.ds(j * m, m), :]
+        scores, capped = tile_scores(form, dot(q, k, trans_b=True), bias, queries, keys)
+        seen = tile_seen(form, shape, queries, keys, M) if masked else None
+        d_weights = dot(dy, see["v"][pl.ds(j * m, m), :], trans_b=True)
+        _, d_scores, d_raw = score_gradients(form, scores, capped, lse, delta, d_weights, seen)
+        if d_level is not None:
+            d_level -= jnp.sum(d_scores * jnp.sign(queries.level - keys.level), axis=1)
+        if d_bias:
+            _, pull = jax.vjp(
+                lambda p: jnp.broadcast_to(form.bias.score(p, *numbers(queries.at, keys.at)), (l, m)), bias
+            )
+            d_bias = jax.tree.map(jnp.add, d_bias, pull(d_scores)[0])
+        return sum_ + dot(d_raw.astype(k.dtype), k), d_level, d_bias
+
+    d_level = jnp.zeros(l, jnp.float32) if queries.level is not None else None
+    start = jnp.zeros(dq.shape, jnp.float32), d_level, jax.tree.map(jnp.zeros_like, bias)
+    sum_, d_level, d_bias = over(see, spans, add, start)
+    dq[...] = sum_.astype(dq.dtype)
+    found = ([] if d_level is None else [d_level]) + [d_bias[name] for name in sorted(d_bias)]
+    for ref, value in zip(more, found, strict=True):
+        ref[...] = value
+
+
+def keys_kernel(see: Refs, dk, dv, *more, form: Form, shape: Shape, spans: Walk, M: int):
+    """Of one key-value head. q: [L, R, K]; dy: [L, R, V]; lse, delta: [R, L]; k: [m, K]; v: [m, V]."""
+    l, m = shape[:2]
+    k, v = see["k"][...], see["v"][...]
+    first = see["first"][...]
+    R = see["q"].shape[1]
+
+    def of_head(r, carry):
+        bias = {name: ref[r] for name, ref in see["bias"].items()} if "bias" in see else {}
+        keys = side(see, "k", first, m, axis=0, head=(r,))
+
+        def add(i, masked, carry):
+            dk_, dv_, d_level = carry
+            at = pl.ds(i * l, l)
+            q, dy = see["q"][at, r, :], see["dy"][at, r, :]
+            queries = side(see, "q", i * l, l, axis=1, head=(r,))
+            scores, capped = tile_scores(form, dot(k, q, trans_b=True), bias, queries, keys)
+            seen = tile_seen(form, shape, queries, keys, M) if masked else None
+            d_weights = dot(v, dy, trans_b=True)
+            lse, delta = see["lse"][r, at][None, :], see["delta"][r, at][None, :]
+            weights, d_scores, d_raw = score_gradients(form, scores, capped, lse, delta, d_weights, seen)
+            if d_level is not None:
+                d_level += jnp.sum(d_scores * jnp.sign(queries.level - keys.level), axis=1)
+            return dk_ + dot(d_raw.astype(q.dtype), q), dv_ + dot(weights.astype(dy.dtype), dy), d_level
+
+        dk_, dv_ = carry
+        d_level = jnp.zeros(m, jnp.float32) if keys.level is not None else None
+        dk_, dv_, d_level = over(see, spans, add, (dk_, dv_, d_level))
+        if d_level is not None:
+            more[0][r, :] = d_level
+        return dk_, dv_
+
+    start = jnp.zeros(dk.shape, jnp.float32), jnp.zeros(dv.shape, jnp.float32)
+    dk_, dv_ = of_head(0, start) if R == 1 else lax.fori_loop(0, R, of_head, start)
+    dk[...], dv[...] = dk_.astype(dk.dtype), dv_.astype(dv.dtype)

@@ -1,0 +1,129 @@
+"""Our own flash attention for GPUs, interpreted, against the definition in float64; and that it lowers for a GPU."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.ops.attention import Bias, prepare
+from model.ops.dense_attention import reference
+from model.ops.flash_attention import flash
+from model.ops.mask import CAUSAL, FULL, Band, Mask, Prefix, block_matrix, window
+from model.ops.patterns import BigBird, Chunk, Columns, Table
+from model.ops.tile_walk import Walk, walk
+from model.positions.score_bias import alibi_bias, kerple_log
+from tests.test_fused_ssd import made_for
+
+B, L, H, G, K, V = 2, 150, 4, 2, 24, 16
+SEGMENTS = np.asarray([[1] * 30 + [2] * 90 + [0] * 30, [3] * 150])
+POSITIONS = np.asarray([[*range(30), *range(90), *[0] * 30], [*range(150)]])
+PACKED = dict(q_positions=POSITIONS, k_positions=POSITIONS, q_segments=SEGMENTS, k_segments=SEGMENTS, gapless=True)
+
+CALLS = {
+    "causal": {},
+    "bidirectional": {"mask": FULL},
+    "window": {"mask": CAUSAL & window(33)},
+    "farther ahead than back": {"mask": Band(2, 70)},
+    "prefix": {"mask": CAUSAL | Prefix(17)},
+    "chunks": {"mask": Chunk(40)},
+    "soft cap": {"soft_cap": 2.0},
+    "sinks": {"sinks": True},
+    "levels": {"levels": True},
+    "bias": {"bias": alibi_bias},
+    "learned bias": {"bias": kerple_log, "mask": window(50)},
+    "packed": PACKED,
+    "all": {**PACKED, "mask": CAUSAL & window(60), "soft_cap": 3.0, "bias": kerple_log, "sinks": True, "levels": True},
+}
+
+
+def arrays(dtype) -> dict[str, jax.Array]:
+    rng = np.random.default_rng(0)
+    made = dict(q=(B, L, H, K), k=(B, L, G, K), v=(B, L, G, V), sinks=(H,), q_levels=(B, L, H), k_levels=(B, L, H))
+    made |= dict(m=(H,), r1=(H,), r2=(H,))
+    return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in made.items()}
+
+
+def operands(call: dict, values: dict[str, jax.Array]):
+    options = dict(call)
+    if options.pop("sinks", False):
+        options["sinks"] = values["sinks"]
+    if options.pop("levels", False):
+        options |= {name: values[name] for name in ("q_levels", "k_levels")}
+    if (fn := options.pop("bias", None)) is not None:
+        names = ("m",) if fn is alibi_bias else ("r1", "r2")
+        options["bias"] = Bias({name: values[name] for name in names}, fn, dict.fromkeys(names, ("heads",)))
+    return prepare(*(values[name] for name in "qkv"), **options)
+
+
+def values_and_gradients(run, call: dict, dtype) -> dict[str, np.ndarray]:
+    """Output, log-sum-exp, and the gradients of a weighted sum of both."""
+    real = (SEGMENTS > 0 if "q_segments" in call else np.ones((B, L), bool)).reshape(B, L, 1, 1)
+
+    def objective(values):
+        out, lse = run(*operands(call, values))
+        rng = np.random.default_rng(1)
+        lse = jnp.where(real, lse, 0)
+        return sum(jnp.sum(x * rng.normal(size=x.shape).astype(x.dtype)) for x in (out, lse)), dict(out=out, lse=lse)
+
+    grads, found = jax.jit(jax.grad(objective, has_aux=True))(arrays(dtype))
+    return {name: np.asarray(x, np.float64) for name, x in (grads | found).items()}
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+def test_it_is_the_definition(call):
+    with jax.enable_x64(True):
+        truth = values_and_gradients(reference, call, jnp.float64)
+    found = values_and_gradients(lambda *given: flash(*given, interpret=True), call, jnp.float32)
+    for name, want in truth.items():
+        np.testing.assert_allclose(found[name], want, atol=2e-5 * (1 + np.abs(want).max()), err_msg=name)
+
+
+def met(spans: Walk, others: int) -> tuple[np.ndarray, np.ndarray]:
+    """The tiles that are visited, and those of them that are taken to be seen whole, `[n, others]`."""
+    visited, whole = np.zeros((2, len(spans.spans), others), bool)
+    for i, (a, b, c, d) in enumerate(spans.spans):
+        places = np.arange(others) if spans.listed is None else spans.listed
+        visited[i, places[a:d]], whole[i, places[b:c]] = True, True
+    return visited, whole
+
+
+MASKS = [CAUSAL, FULL, CAUSAL & window(33), Band(2, 70), Band(100, 5), CAUSAL | Prefix(17), Chunk(40), Columns(7, 2, 0)]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("tile", [(32, 16), (16, 64)], ids=str)
+@pytest.mark.parametrize("by_key", [False, True])
+def test_tiles_that_meet_are_visited_and_no_others(mask: Mask, tile, by_key):
+    (l, m), n, M = tile, 192, 150  # so many keys are there
+    visited, whole = met(walk(mask, tile, (n, n), M, by_key), n // (l if by_key else m))
+    if by_key:
+        visited, whole = visited.T, whole.T
+    some = block_matrix(mask, n // l, n // m, l, m)
+    assert (visited == some)[:, : M // m].all()
+    seen = np.broadcast_to(mask.sees(np.arange(n)[:, None], np.arange(n)[None]) if mask != FULL else True, (n, n))
+    seen = seen & (np.arange(n) < M)
+    every = seen.reshape(n // l, l, n // m, m).all(axis=(1, 3))
+    assert not (whole & ~every).any()
+    if mask.band() is not None:
+        assert (whole == every).all()
+
+
+LOWERED = CALLS | {
+    "blocks": {"mask": Table(64, ("10", "11"))},
+    "causal blocks": {"mask": CAUSAL & BigBird(16, first=1, near=2, random=1, seed=0)},
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_kernels_lower_for_a_gpu(dtype):
+    def pulled(values):
+        out = {}
+        for name, call in LOWERED.items():
+            found, pull = jax.vjp(lambda values, call=call: flash(*operands(call, values)), values)
+            out[name] = found, pull(found)
+        return out
+
+    with made_for("NVIDIA H200"):
+        text = jax.jit(pulled).trace(arrays(dtype)).lower(lowering_platforms=("cuda",)).as_text()
+    assert all(text.count(f'name = "flash_{kernel}') == len(LOWERED) for kernel in ("out", "queries", "keys"))

@@ -13,7 +13,7 @@ loop, startup and determinism take --config=FILE, which may be repeated (default
 determinism five of width 128 in bfloat16), and --config.KEY=VALUE; all take --out=FILE, where rows go as JSON lines,
 and for all but the first two a table beside them, with the ending md; for scaling a picture too, with the ending png.
 state takes --kind and --shape, which may be repeated. Where bits differ, the exit code is 1. Call scaling again with
-the same --out to take it up where it stopped.
+the same --out to take it up where it stopped; with --mixed, after the code has changed.
 """
 
 import json
@@ -60,6 +60,7 @@ LAST = cli.flag(
     None,
     "scaling: tokens of the longest row; default 1,048,576, on a CPU 16,384.",
 )
+MIXED = flags.DEFINE_bool("mixed", False, "scaling: keep rows of other revisions of the code; the table names them.")
 OUT = cli.flag("out", Name, None, "File for the measurements, a line of JSON each.")
 
 
@@ -113,7 +114,7 @@ def bench_scaling() -> Iterator[tuple[dict, str]]:
 
 def rows_before(name: str) -> list[dict]:
     """Of a bench that goes on where it stopped, the rows that need not be measured again."""
-    return scaling.kept(Path(OUT.value)) if name == "scaling" and OUT.value else []
+    return scaling.kept(Path(OUT.value), MIXED.value) if name == "scaling" and OUT.value else []
 
 
 def specs() -> list[str]:
@@ -146,7 +147,7 @@ FLAGS = {
     **dict.fromkeys(CONTESTS, "--rounds and --out"),
     "state": "--kind, --shape, --rounds and --out",
     "features": "--out",
-    "scaling": "--minutes, --mixers, --longest and --out",
+    "scaling": "--minutes, --mixers, --longest, --mixed and --out",
 }
 
 

@@ -158,6 +158,7 @@ def test_rows_of_other_code_or_of_no_time_are_not_kept(tmp_path):
     changes = ({"source": "abd"}, {"width": 65}, {"status": NO_TIME}, {"device": "H200"}, {"jax": "0"})
     file.write_text("\n".join(map(json.dumps, [row, *(row | change for change in changes), {}, 5])))
     assert scaling.kept(file) == [row]
+    assert scaling.kept(file, mixed=True) == [row, row | {"source": "abd"}]
     file.write_text("not rows")
     with pytest.raises(UserError, match="is not a file of rows"):
         scaling.kept(file)

@@ -94,8 +94,8 @@ def setting() -> Row:
     return here | SIZES[place()]
 
 
-def kept(file: Path) -> list[Row]:
-    """The rows in a file that are of this code, device and size, but for what there was no time for."""
+def kept(file: Path, mixed: bool = False) -> list[Row]:
+    """The rows in a file that are of this code (`mixed`: of any), device and size, but for what there was no time for."""
     if not file.exists():
         return []
     try:
@@ -103,6 +103,8 @@ def kept(file: Path) -> list[Row]:
     except ValueError as error:
         raise UserError(f"{file} is not a file of rows, one JSON object per line: {error}") from error
     here = setting()
+    if mixed:
+        del here["source"]
     return [row for row in found if isinstance(row, dict) and row.items() >= here.items() and row["status"] != NO_TIME]
 
 

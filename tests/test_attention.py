@@ -16,7 +16,7 @@ from model.ops.dense_attention import reference
 from model.ops.fused_attention import splash
 from model.ops.mask import CAUSAL, FULL, Band, Prefix, window
 from model.ops.patterns import Chunk
-from model.positions.score_bias import alibi_bias
+from model.positions.score_bias import ALiBiBias
 from tests import meshes
 
 B, L, H, G, K = 2, 100, 4, 2, 8
@@ -176,7 +176,7 @@ def test_on_a_gpu_the_choice_is_what_cudnn_can_serve_then_our_own():
     }
     lacked = [
         dict(soft_cap=5.0),
-        dict(bias=Bias({"m": jnp.ones(4)}, alibi_bias, {"m": ("heads",)})),
+        dict(bias=Bias({"m": jnp.ones(4)}, ALiBiBias(), {"m": ("heads",)})),
         dict(sinks=jnp.zeros(4)),
         dict(mask=CAUSAL | Prefix(3)),
         PACKED,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from model.positions import FIRE, T5, ALiBi, Kerple
-from model.positions.score_bias import T5Bias, alibi_slopes, fire_bias, fire_input, kerple_log, kerple_power, t5_bucket
+from model.positions.score_bias import KerpleLog, KerplePower, T5Bias, alibi_slopes, fire_bias, fire_input, t5_bucket
 from tests.places import (
     BIASES,
     HEADS,
@@ -63,7 +63,7 @@ def test_t5_buckets_are_the_formula(buckets, max_distance):
 def test_t5_looks_up_its_table():
     bias = opened(T5(), causal=False)
     found = run(bias.fn, bias.params, at(1000, 1001), at(999, 1000, 1008))
-    want = np.asarray(bias.params)[np.asarray([[1, 0, 24], [2, 1, 23]])]
+    want = np.asarray(bias.params["table"])[np.asarray([[1, 0, 24], [2, 1, 23]])]
     np.testing.assert_allclose(found[0], np.moveaxis(want, -1, 0))
 
 
@@ -72,7 +72,7 @@ def test_kerple_numbers():
     # softplus(0) = log 2; twice sigmoid(0) = 1.
     r = {"r1": np.zeros(1, np.float32), "r2": np.zeros(1, np.float32)}
     log2, distance = np.log(2), np.asarray([0, 1, 9, 500])
-    log, power = (run(fn, r, at(509), at(*(509 - distance)))[0, 0, 0] for fn in (kerple_log, kerple_power))
+    log, power = (run(fn, r, at(509), at(*(509 - distance)))[0, 0, 0] for fn in (KerpleLog(), KerplePower()))
     np.testing.assert_allclose(log, -log2 * np.log(1 + log2 * distance), rtol=1e-5)
     np.testing.assert_allclose(power, -log2 * distance, rtol=1e-5)
 
@@ -89,7 +89,7 @@ def test_kerple_starts_as_its_authors_and_stays_a_kernel(variant):
         assert 0 < r.min() < 0.05 * top and 0.95 * top < r.max() < top
         assert abs(r.mean() - top / 2) < 0.05 * top
 
-    fn = {"log": kerple_log, "power": kerple_power}[variant]
+    fn = {"log": KerpleLog(), "power": KerplePower()}[variant]
     raw = np.asarray([(a, b) for a in (-8, 0, 3) for b in (-8, -1, 0, 8)], np.float32).T
     kernels = run(fn, {"r1": raw[0], "r2": raw[1]}, at(*range(40)), at(*range(40)))[0]
     for kernel in np.asarray(kernels, np.float64):
@@ -172,3 +172,16 @@ def test_equal_biases_are_traced_once(position):
         trace(bias.fn, bias.params)
     assert len(traced) == 1
     assert T5Bias(32, 128, True) == T5Bias(32, 128, True) != T5Bias(32, 128, False)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_kernels_way_through_the_buckets_is_the_table(causal):
+    """`score` adds up steps between buckets; and it says truly from which distance on nothing changes."""
+    fn, table = T5Bias(8, 40, causal), {"table": jnp.asarray(np.random.default_rng(0).normal(size=(8, 3)))}
+    i, j = np.full((1, 1), 100), np.arange(200)[None]
+    looked_up = fn(table, i, j)[0, :, 0]
+    steps = fn.score({"table": table["table"][..., None]}, i[0], j[0])
+    np.testing.assert_allclose(steps, looked_up, atol=1e-6)
+    for far in (looked_up[:, : 100 - fn.settles + 1], looked_up[:, 100 + fn.settles :]):
+        assert (far == far[:, :1]).all()

@@ -14,7 +14,7 @@ from experiments.measurements import torch_attention
 from experiments.measurements.speed import Contender, Setting, compiled
 from model.ops.attention import IMPLEMENTATIONS, Bias, attention
 from model.ops.mask import CAUSAL, window
-from model.positions.score_bias import T5Bias, alibi_bias, alibi_slopes
+from model.positions.score_bias import ALiBiBias, T5Bias, alibi_slopes
 
 WINDOW, SOFT_CAP = 4096, 50.0
 CASES = ("causal", "window", "alibi", "t5", "soft cap", "sinks")
@@ -53,8 +53,8 @@ def ours(setting: Setting, implementation: str) -> Contender:
     options = {
         "causal": lambda: {},
         "window": lambda: dict(mask=CAUSAL & window(WINDOW)),
-        "alibi": lambda: dict(bias=Bias({"m": slopes}, alibi_bias, {"m": ("heads",)})),
-        "t5": lambda table: dict(bias=Bias(table, T5Bias(32, 128, causal=True), (None, "heads"))),
+        "alibi": lambda: dict(bias=Bias({"m": slopes}, ALiBiBias(), {"m": ("heads",)})),
+        "t5": lambda table: dict(bias=Bias({"table": table}, T5Bias(32, 128, causal=True), {"table": (None, "heads")})),
         "soft cap": lambda: dict(soft_cap=SOFT_CAP),
         "sinks": lambda sinks: dict(sinks=sinks),
     }[setting["case"]]

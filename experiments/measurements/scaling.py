@@ -95,7 +95,7 @@ def setting() -> Row:
 
 
 def kept(file: Path, mixed: bool = False) -> list[Row]:
-    """The rows in a file that are of this code (`mixed`: of any), device and size, but for what there was no time for."""
+    """The rows in a file of this code (`mixed`: of any), device and size, but for what there was no time for."""
     if not file.exists():
         return []
     try:

@@ -84,9 +84,18 @@ def by_query(form: Form, o: Operands, shape: Shape, M: int) -> tuple[Walk, dict]
         k_levels=(heads_first(o.k_levels), pl.BlockSpec((None, None, o.k.shape[1]), lambda t, h, b: (b, h, 0))),
     )
     if form.bias is not None:
-        one = pl.BlockSpec((None,), lambda t, h, b: (h,))
-        given["bias"] = (o.bias, dict.fromkeys(o.bias, one))
+        given["bias"] = (o.bias, {name: head_of(x) for name, x in o.bias.items()})
     return spans, given
+
+
+def head_of(x: Array) -> pl.BlockSpec:
+    """A program's own of `[H]` or `[n, H]`."""
+    return pl.BlockSpec((*x.shape[:-1], None), lambda t, h, b: (*[0] * (x.ndim - 1), h))
+
+
+def group_of(x: Array) -> pl.BlockSpec:
+    """Those of a program's key-value head, of `[G, R]` or `[n, G, R]`."""
+    return pl.BlockSpec((*x.shape[:-2], None, x.shape[-1]), lambda t, g, b: (*[0] * (x.ndim - 2), g, 0))
 
 
 def heads_first(x: Array | None) -> Array | None:
@@ -156,12 +165,15 @@ def queries_gradients(form, M, interpret, o, dy, lse, delta):
     if o.q_levels is not None:
         made.append((jax.ShapeDtypeStruct((B, H, L), jnp.float32), tile))
     names = sorted(o.bias) if form.bias is not None else []
-    one = pl.BlockSpec((None, None, None), lambda t, h, b: (b, h, t))
-    made += [(jax.ShapeDtypeStruct((B, H, n), jnp.float32), one) for _ in names]
+    for several in (o.bias[name].shape[:-1] for name in names):
+        one = pl.BlockSpec(
+            (None, None, None, *several), lambda t, h, b, several=several: (b, h, t, *[0] * len(several))
+        )
+        made.append((jax.ShapeDtypeStruct((B, H, n, *several), jnp.float32), one))
     kernel = partial(queries_kernel, form=form, shape=shape, spans=spans, M=M)
     dq, *more = launch(kernel, "flash_queries", (n, H, B), given, made, shape[2:], interpret)
     q_levels = tokens_first(more.pop(0), o.q_levels) if o.q_levels is not None else None
-    d_bias = {name: jnp.sum(found, axis=(0, 2)) for name, found in zip(names, more, strict=True)} or None
+    d_bias = {name: jnp.sum(found, axis=(0, 2)).T for name, found in zip(names, more, strict=True)} or None
     return dq.reshape(o.q.shape), q_levels, d_bias
 
 
@@ -194,8 +206,8 @@ def keys_gradients(form, M, interpret, o, dy, lse, delta):
         k_levels=grouped(heads_first(o.k_levels), N),
     )
     if form.bias is not None:
-        block = pl.BlockSpec((None, R), lambda t, g, b: (g, 0))
-        given["bias"] = ({name: x.reshape(G, R) for name, x in o.bias.items()}, dict.fromkeys(o.bias, block))
+        params = {name: x.reshape(*x.shape[:-1], G, R) for name, x in o.bias.items()}
+        given["bias"] = (params, {name: group_of(x) for name, x in params.items()})
     made = [(jax.ShapeDtypeStruct(x.shape, x.dtype), keys(x)[1]) for x in (o.k, o.v)]
     if o.k_levels is not None:
         tile = pl.BlockSpec((None, None, R, shape.m), lambda t, g, b: (b, g, 0, t))

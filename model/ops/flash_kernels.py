@@ -5,6 +5,7 @@ queries and m keys of a tile.
 """
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -62,6 +63,8 @@ class Side(NamedTuple):
     """The tokens of a tile but for their channels, laid out along the rows or the columns of scores."""
 
     at: Array  # positions
+    low: Array  # the first of them
+    high: Array  # the last
     place: Array  # in the row
     segment: Array | None
     level: Array | None
@@ -76,26 +79,56 @@ def side(see: Refs, name: str, first: Array, size: int, axis: int, head: tuple =
 
     place = first + lax.iota(jnp.int32, size)
     positions, segments, levels = (see.get(f"{name}_{kind}") for kind in ("positions", "segments", "levels"))
+    at, low, high = place, first, first + size - 1
+    if positions is not None:
+        at = positions[here]
+        low, high = jnp.min(at), jnp.max(at)
     return Side(
-        at=laid(place if positions is None else positions[here]),
+        at=laid(at),
+        low=low,
+        high=high,
         place=laid(place),
         segment=laid(None if segments is None else segments[here]),
         level=laid(None if levels is None else levels[*head, here].astype(jnp.float32)),
     )
 
 
-def params(see: Refs) -> dict[str, Array]:
-    return {name: ref[...] for name, ref in see["bias"].items()} if "bias" in see else {}
+def params(see: Refs, head: tuple = ()) -> dict[str, Any]:
+    """A bias's parameters for one head: numbers, or several numbers each."""
+
+    def of_head(ref) -> Any:
+        if len(ref.shape) == len(head):
+            return ref[*head] if head else ref[...]
+        return tuple(ref[c, *head] for c in range(ref.shape[0]))
+
+    return {name: of_head(ref) for name, ref in see["bias"].items()} if "bias" in see else {}
 
 
-def numbers(*positions: Array) -> tuple[Array, ...]:
-    """Of tokens, not of pairs: there are fewer to convert. Exact up to 2^24."""
-    return tuple(at.astype(jnp.float32) for at in positions)
+def tile_bias(form: Form, bias: dict[str, Any], q: Side, k: Side) -> tuple[Array, Any]:
+    """A tile of the bias, and what takes its gradient to the parameters."""
+    fn, shape = form.bias, jnp.broadcast_shapes(q.at.shape, k.at.shape)
+    # As numbers of tokens, not of pairs: there are fewer to convert. Exact up to 2^24.
+    i, j = q.at.astype(jnp.float32), k.at.astype(jnp.float32)
+
+    def every(bias: dict[str, Any]) -> Array:
+        return jnp.broadcast_to(fn.score(bias, i, j), shape)
+
+    def one(bias: dict[str, Any]) -> Array:
+        return jnp.broadcast_to(fn.score(bias, q.low.astype(jnp.float32), k.low.astype(jnp.float32)), shape)
+
+    def pull(score: Any, d_bias: Array) -> Any:
+        return jax.vjp(score, bias)[1](d_bias)[0]
+
+    if fn.settles is None:
+        return every(bias), partial(pull, every)
+    settled = (q.low - k.high >= fn.settles) | (k.low - q.high >= fn.settles)  # then all pairs are as the first
+    value = lax.cond(settled, lambda: one(bias), lambda: every(bias))
+    return value, lambda d_bias: lax.cond(settled, partial(pull, one), partial(pull, every), d_bias)
 
 
-def tile_scores(form: Form, raw: Array, bias: dict[str, Array], q: Side, k: Side) -> tuple[Array, Array]:
-    """Scores in units of log 2, and what of them the soft cap has kept within -1 to 1."""
-    capped = raw
+def tile_scores(form: Form, raw: Array, bias: dict[str, Any], q: Side, k: Side) -> tuple[Array, Array, Any]:
+    """Scores in units of log 2, what of them the soft cap has kept within -1 to 1, and the pull of the bias."""
+    capped, pull = raw, None
     if form.soft_cap:
         # By the exponential, which the chip has in hardware.
         capped = 1 - 2 / (1 + jnp.exp2(raw * (2 * LOG2_E * form.scale / form.soft_cap)))
@@ -103,10 +136,11 @@ def tile_scores(form: Form, raw: Array, bias: dict[str, Array], q: Side, k: Side
     else:
         scores = raw * (form.scale * LOG2_E)
     if form.bias is not None:
-        scores += form.bias.score(bias, *numbers(q.at, k.at)) * LOG2_E
+        value, pull = tile_bias(form, bias, q, k)
+        scores += value * LOG2_E
     if q.level is not None:
         scores -= jnp.abs(q.level - k.level) * LOG2_E
-    return scores, capped
+    return scores, capped, pull
 
 
 def tile_seen(form: Form, shape: Shape, q: Side, k: Side, M: int) -> Array:
@@ -125,7 +159,7 @@ def out_kernel(see: Refs, out, lse, *, form: Form, shape: Shape, spans: Walk, M:
         top, total, sum_ = seen
         keys = side(see, "k", j * m, m, axis=1)
         raw = dot(q, see["k"][pl.ds(j * m, m), :], trans_b=True)
-        scores, _ = tile_scores(form, raw, bias, queries, keys)
+        scores, _, _ = tile_scores(form, raw, bias, queries, keys)
         if masked:
             scores = jnp.where(tile_seen(form, shape, queries, keys, M), scores, -jnp.inf)
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
@@ -165,17 +199,14 @@ def queries_kernel(see: Refs, dq, *more, form: Form, shape: Shape, spans: Walk, 
         sum_, d_level, d_bias = carry
         keys = side(see, "k", j * m, m, axis=1)
         k = see["k"][pl.ds(j * m, m), :]
-        scores, capped = tile_scores(form, dot(q, k, trans_b=True), bias, queries, keys)
+        scores, capped, pull = tile_scores(form, dot(q, k, trans_b=True), bias, queries, keys)
         seen = tile_seen(form, shape, queries, keys, M) if masked else None
         d_weights = dot(dy, see["v"][pl.ds(j * m, m), :], trans_b=True)
         _, d_scores, d_raw = score_gradients(form, scores, capped, lse, delta, d_weights, seen)
         if d_level is not None:
             d_level -= jnp.sum(d_scores * jnp.sign(queries.level - keys.level), axis=1)
         if d_bias:
-            _, pull = jax.vjp(
-                lambda p: jnp.broadcast_to(form.bias.score(p, *numbers(queries.at, keys.at)), (l, m)), bias
-            )
-            d_bias = jax.tree.map(jnp.add, d_bias, pull(d_scores)[0])
+            d_bias = jax.tree.map(jnp.add, d_bias, pull(d_scores))
         return sum_ + dot(d_raw.astype(k.dtype), k), d_level, d_bias
 
     d_level = jnp.zeros(l, jnp.float32) if queries.level is not None else None
@@ -184,7 +215,11 @@ def queries_kernel(see: Refs, dq, *more, form: Form, shape: Shape, spans: Walk, 
     dq[...] = sum_.astype(dq.dtype)
     found = ([] if d_level is None else [d_level]) + [d_bias[name] for name in sorted(d_bias)]
     for ref, value in zip(more, found, strict=True):
-        ref[...] = value
+        if isinstance(value, tuple):
+            for c, one in enumerate(value):
+                ref[c] = one
+        else:
+            ref[...] = value
 
 
 def keys_kernel(see: Refs, dk, dv, *more, form: Form, shape: Shape, spans: Walk, M: int):
@@ -195,7 +230,7 @@ def keys_kernel(see: Refs, dk, dv, *more, form: Form, shape: Shape, spans: Walk,
     R = see["q"].shape[1]
 
     def of_head(r, carry):
-        bias = {name: ref[r] for name, ref in see["bias"].items()} if "bias" in see else {}
+        bias = params(see, head=(r,))
         keys = side(see, "k", first, m, axis=0, head=(r,))
 
         def add(i, masked, carry):
@@ -203,7 +238,7 @@ def keys_kernel(see: Refs, dk, dv, *more, form: Form, shape: Shape, spans: Walk,
             at = pl.ds(i * l, l)
             q, dy = see["q"][at, r, :], see["dy"][at, r, :]
             queries = side(see, "q", i * l, l, axis=1, head=(r,))
-            scores, capped = tile_scores(form, dot(k, q, trans_b=True), bias, queries, keys)
+            scores, capped, _ = tile_scores(form, dot(k, q, trans_b=True), bias, queries, keys)
             seen = tile_seen(form, shape, queries, keys, M) if masked else None
             d_weights = dot(v, dy, trans_b=True)
             lse, delta = see["lse"][r, at][None, :], see["delta"][r, at][None, :]

@@ -29,17 +29,21 @@ class Bias:
     axes: Any = struct.field(pytree_node=False)  # of each parameter: a tuple, "heads" where the axis is that, or None
 
 
-@dataclasses.dataclass(frozen=True)
 class Pairwise:
     """The `fn` of a bias that is plain arithmetic on two positions: kernels compute it in a tile, by `score`.
 
-    All of its parameters, a dict, are `[H]`; `score` is given one head's, or all with axes for tokens behind.
+    Its parameters are a dict, heads their last axis. Subclasses are frozen dataclasses: equal ones are one bias.
     """
 
-    score: Callable[[dict[str, jax.Array], jax.Array, jax.Array], jax.Array]
+    settles: int | None = None  # from this distance on, before and after, the score no longer changes
+
+    def score(self, params: dict[str, Any], i: jax.Array, j: jax.Array) -> jax.Array:
+        """Of queries at i and keys at j, elementwise. Of parameters `[H]` it is given one head's, or all with axes for
+        tokens behind; of `[n, H]`, n of those."""
+        raise NotImplementedError
 
     def __call__(self, params: dict[str, jax.Array], q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
-        params = {name: x[:, None, None] for name, x in params.items()}
+        params = {name: x[..., None, None] for name, x in params.items()}
         return self.score(params, q_positions[:, None, :, None], k_positions[:, None, None, :])
 
 

@@ -5,7 +5,7 @@ declares the parameters. A key that the query does not see has a finite value to
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -34,11 +34,13 @@ def alibi_slopes(n_heads: int) -> np.ndarray:
     return np.concatenate([slopes, between])[:n_heads]
 
 
-@Pairwise
-def alibi_bias(slopes: dict[str, jax.Array], i: jax.Array, j: jax.Array) -> jax.Array:
-    """`-m |i - j|`."""
-    m = jax.lax.stop_gradient(slopes["m"])  # they are fixed: spares their gradient
-    return -m * jnp.abs(i - j).astype(m.dtype)
+@dataclass(frozen=True)
+class ALiBiBias(Pairwise):
+    """`-m |i - j|`, slopes m a head."""
+
+    def score(self, params: dict[str, jax.Array], i: jax.Array, j: jax.Array) -> jax.Array:
+        m = jax.lax.stop_gradient(params["m"])  # they are fixed: spares their gradient
+        return -m * jnp.abs(i - j).astype(m.dtype)
 
 
 class ALiBi(Position):
@@ -48,7 +50,7 @@ class ALiBi(Position):
 
     def bias(self, n_heads: int, causal: bool) -> Bias:
         slopes = jnp.asarray(alibi_slopes(n_heads), wide(self.dtype))
-        return Bias(params={"m": slopes}, fn=alibi_bias, axes={"m": ("heads",)})
+        return Bias(params={"m": slopes}, fn=ALiBiBias(), axes={"m": ("heads",)})
 
 
 def bucket_edges(buckets: int, max_distance: int) -> list[int]:
@@ -79,16 +81,34 @@ def t5_bucket(distance: jax.Array, buckets: int, max_distance: int, causal: bool
 
 
 @dataclass(frozen=True)
-class T5Bias:
-    """`table[bucket(i - j)]`, `[B or 1, H, L, M]`; table: [buckets, H]."""
+class T5Bias(Pairwise):
+    """`table[bucket(i - j)]`; table: [buckets, H]."""
 
     buckets: int
     max_distance: int
     causal: bool
 
-    def __call__(self, table: jax.Array, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
+    @property
+    def settles(self) -> int:
+        return self.max_distance
+
+    def __call__(self, params: dict[str, jax.Array], q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
         bucket = t5_bucket(distances(q_positions, k_positions), self.buckets, self.max_distance, self.causal)
-        return jnp.moveaxis(entries(table, bucket), -1, 1)
+        return jnp.moveaxis(entries(params["table"], bucket), -1, 1)
+
+    def score(self, params: dict[str, Sequence[jax.Array]], i: jax.Array, j: jax.Array) -> jax.Array:
+        """From bucket to bucket, where a kernel cannot look anything up."""
+        table, n = params["table"], self.buckets if self.causal else self.buckets // 2
+        starts = [*range(n // 2 + 1), *bucket_edges(n, self.max_distance)]
+
+        def entry(distance: jax.Array, first: int) -> jax.Array:
+            found = table[first]
+            for c in range(1, n):
+                found = found + jnp.where(distance >= starts[c], table[first + c] - table[first + c - 1], 0)
+            return found
+
+        back = entry(i - j, 0)
+        return back if self.causal else jnp.where(i < j, entry(j - i, n), back)
 
 
 @jax.custom_vjp
@@ -140,23 +160,27 @@ class T5(Position):
         axes = (None, "heads")
         init = nn.with_logical_partitioning(nn.initializers.normal(0.02), axes)
         table = self.param("table", init, (self.buckets, n_heads), wide(self.dtype))
-        return Bias(params=table, fn=T5Bias(self.buckets, self.max_distance, causal), axes=axes)
+        return Bias(params={"table": table}, fn=T5Bias(self.buckets, self.max_distance, causal), axes={"table": axes})
 
 
-@Pairwise
-def kerple_log(r: dict[str, jax.Array], i: jax.Array, j: jax.Array) -> jax.Array:
+@dataclass(frozen=True)
+class KerpleLog(Pairwise):
     """`-r1 log(1 + r2 |i - j|)`, with r1, r2 > 0 the softplus of the parameters."""
-    r1, r2 = jax.nn.softplus(r["r1"]), jax.nn.softplus(r["r2"])
-    return -r1 * jnp.log1p(r2 * jnp.abs(i - j).astype(r1.dtype))
+
+    def score(self, params: dict[str, jax.Array], i: jax.Array, j: jax.Array) -> jax.Array:
+        r1, r2 = jax.nn.softplus(params["r1"]), jax.nn.softplus(params["r2"])
+        return -r1 * jnp.log1p(r2 * jnp.abs(i - j).astype(r1.dtype))
 
 
-@Pairwise
-def kerple_power(r: dict[str, jax.Array], i: jax.Array, j: jax.Array) -> jax.Array:
+@dataclass(frozen=True)
+class KerplePower(Pairwise):
     """`-r1 |i - j|^r2`, with r1 > 0 a softplus and 0 < r2 < 2 twice a sigmoid."""
-    r1, r2 = jax.nn.softplus(r["r1"]), 2 * jax.nn.sigmoid(r["r2"])
-    distance = jnp.abs(i - j).astype(r1.dtype)
-    # The logarithm of 0 would be the gradient to r2.
-    return jnp.where(distance > 0, -r1 * jnp.exp(r2 * jnp.log(jnp.maximum(distance, 1))), 0)
+
+    def score(self, params: dict[str, jax.Array], i: jax.Array, j: jax.Array) -> jax.Array:
+        r1, r2 = jax.nn.softplus(params["r1"]), 2 * jax.nn.sigmoid(params["r2"])
+        distance = jnp.abs(i - j).astype(r1.dtype)
+        # The logarithm of 0 would be the gradient to r2.
+        return jnp.where(distance > 0, -r1 * jnp.exp(r2 * jnp.log(jnp.maximum(distance, 1))), 0)
 
 
 def starting(top: float, inverse: Callable[[jax.Array], jax.Array]) -> nn.initializers.Initializer:
@@ -168,7 +192,7 @@ def softplus_inverse(r: jax.Array) -> jax.Array:
     return jnp.log(jnp.expm1(r))
 
 
-KERPLES = {"log": kerple_log, "power": kerple_power}
+KERPLES = {"log": KerpleLog(), "power": KerplePower()}
 KERPLE_INITS = {
     "log": {"r1": starting(2.0, softplus_inverse), "r2": starting(1.0, softplus_inverse)},
     "power": {"r1": starting(1.0, softplus_inverse), "r2": starting(1.99, lambda r: jax.scipy.special.logit(r / 2))},

@@ -127,7 +127,9 @@ def test_alibi(heads):
 def test_t5_buckets(causal):
     far = np.arange(-400, 401)
     theirs = T5Attention._relative_position_bucket(torch.tensor(far), bidirectional=not causal)
-    buckets = T5Bias(32, 128, causal)(jnp.arange(32.0)[:, None], jnp.zeros((1, 1), jnp.int32), jnp.asarray(far)[None])
+    buckets = T5Bias(32, 128, causal)(
+        {"table": jnp.arange(32.0)[:, None]}, jnp.zeros((1, 1), jnp.int32), jnp.asarray(far)[None]
+    )
     np.testing.assert_array_equal(np.asarray(buckets).ravel(), theirs.numpy())
 
 

@@ -6,6 +6,7 @@ installed. Anywhere, the implementations of the op are measured against each oth
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +14,14 @@ import jax.numpy as jnp
 from experiments.measurements import torch_attention
 from experiments.measurements.speed import Contender, Setting, compiled
 from model.ops.attention import IMPLEMENTATIONS, Bias, attention
-from model.ops.mask import CAUSAL, window
-from model.positions.score_bias import ALiBiBias, T5Bias, alibi_slopes
+from model.ops.mask import CAUSAL, Prefix, block_matrix, window
+from model.ops.patterns import BigBird
+from model.positions.score_bias import ALiBiBias, KerpleLog, T5Bias, alibi_slopes
 
 WINDOW, SOFT_CAP = 4096, 50.0
-CASES = ("causal", "window", "alibi", "t5", "soft cap", "sinks")
+DOCUMENTS, PREFIX = 8, 1024  # documents in a packed row, tokens that all see
+BIGBIRD = BigBird(64, first=2, near=2, random=3, seed=0)
+CASES = ("causal", "window", "alibi", "kerple", "t5", "soft cap", "sinks", "packed", "prefix", "bigbird")
 # length -> batch; the shapes that fused kernels are usually shown at, and one for a CPU
 SHAPES = {
     "gpu": dict(batches={8192: 2, 32_768: 1}, heads=16, head_dim=128, dtype="bfloat16"),
@@ -38,7 +42,20 @@ def contenders(setting: Setting) -> dict[str, Callable[[], Contender]]:
     n, batch, heads = (setting[key] for key in ("n", "batch", "heads"))
     left_out = {"reference"} | ({"xla"} if 4 * batch * heads * n * n > DENSE_BYTES else set())
     named = {f"longview {name}": partial(ours, setting, name) for name in IMPLEMENTATIONS if name not in left_out}
-    return named | torch_attention.contenders(setting, WINDOW, SOFT_CAP)
+    return named | torch_attention.contenders(setting, partial(seen, setting), SOFT_CAP)
+
+
+def seen(setting: Setting, torch: Any) -> Callable:
+    """Who sees whom, as torch's `flex_attention` asks."""
+    n, block = setting["n"], BIGBIRD.n
+    if setting["case"] == "bigbird":
+        table = torch.tensor(block_matrix(BIGBIRD, n // block, n // block, block, block), device="cuda")
+    return {
+        "window": lambda b, h, i, j: (i >= j) & (i - j < WINDOW),
+        "packed": lambda b, h, i, j: (i >= j) & (i // (n // DOCUMENTS) == j // (n // DOCUMENTS)),
+        "prefix": lambda b, h, i, j: (i >= j) | (j < PREFIX),
+        "bigbird": lambda b, h, i, j: (i >= j) & table[i // block, j // block],
+    }.get(setting["case"], lambda b, h, i, j: i >= j)
 
 
 def ours(setting: Setting, implementation: str) -> Contender:
@@ -46,17 +63,25 @@ def ours(setting: Setting, implementation: str) -> Contender:
     keys = jax.random.split(jax.random.key(0), 5)
     q, k, v, d = (jax.random.normal(key, shape, setting["dtype"]) for key in keys[:4])
     slopes = jnp.asarray(alibi_slopes(setting["heads"]), jnp.float32)
+    heads = setting["heads"]
     trained = {
-        "t5": [jax.random.normal(keys[4], (32, setting["heads"]))],
-        "sinks": [jnp.zeros(setting["heads"], jnp.float32)],
+        "kerple": [jnp.zeros(heads), jnp.zeros(heads)],
+        "t5": [jax.random.normal(keys[4], (32, heads))],
+        "sinks": [jnp.zeros(heads, jnp.float32)],
     }.get(setting["case"], [])
+    segments, at = (x[None] for x in jnp.divmod(jnp.arange(setting["n"], dtype=jnp.int32), setting["n"] // DOCUMENTS))
+    packed = dict(q_segments=segments + 1, k_segments=segments + 1, q_positions=at, k_positions=at, gapless=True)
     options = {
         "causal": lambda: {},
         "window": lambda: dict(mask=CAUSAL & window(WINDOW)),
         "alibi": lambda: dict(bias=Bias({"m": slopes}, ALiBiBias(), {"m": ("heads",)})),
+        "kerple": lambda r1, r2: dict(bias=Bias(dict(r1=r1, r2=r2), KerpleLog(), dict(r1=("heads",), r2=("heads",)))),
         "t5": lambda table: dict(bias=Bias({"table": table}, T5Bias(32, 128, causal=True), {"table": (None, "heads")})),
         "soft cap": lambda: dict(soft_cap=SOFT_CAP),
         "sinks": lambda sinks: dict(sinks=sinks),
+        "packed": lambda: packed,
+        "prefix": lambda: dict(mask=CAUSAL | Prefix(PREFIX)),
+        "bigbird": lambda: dict(mask=CAUSAL & BIGBIRD),
     }[setting["case"]]
 
     def run(q, k, v, *trained):

@@ -2,13 +2,17 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from experiments.measurements.speed import Contender, Setting, compiled_torch, cuda_torch
 
 
-def contenders(setting: Setting, window: int, soft_cap: float) -> dict[str, Callable[[], Contender]]:
+def contenders(
+    setting: Setting, seen: Callable[[Any], Callable], soft_cap: float
+) -> dict[str, Callable[[], Contender]]:
+    """`seen(torch)` is the function that says who sees whom."""
     torch = cuda_torch()
     if torch is None:
         return {}
@@ -25,19 +29,17 @@ def contenders(setting: Setting, window: int, soft_cap: float) -> dict[str, Call
     table = torch.randn((32, heads), device="cuda")  # fixed: flex_attention failed to compile its gradient
     sinks = torch.zeros(heads, device="cuda", requires_grad=True)
 
-    def seen(b, h, i, j):
-        return (i >= j) & (i - j < window) if case == "window" else i >= j
-
     def t5_bucket(distance):
         far = 16 + (torch.log(distance.clamp(min=1) / 16) / np.log(128 / 16) * 16).to(torch.int32)
         return torch.where(distance < 16, distance, far.clamp(max=31))
 
     scores = {
         "alibi": lambda s, b, h, i, j: s - slopes[h] * (i - j),
+        "kerple": lambda s, b, h, i, j: s - np.log(2) * torch.log1p(np.log(2) * (i - j).abs()),  # as ours begins
         "t5": lambda s, b, h, i, j: s + table[t5_bucket((i - j).clamp(min=0)), h],
         "soft cap": lambda s, b, h, i, j: soft_cap * torch.tanh(s / soft_cap),
     }
-    mask = create_block_mask(seen, None, None, n, n, device="cuda")
+    mask = create_block_mask(seen(torch), None, None, n, n, device="cuda")
     torch.compiler.reset()  # after eight versions of a function torch compiles no more
     compiled = torch.compile(flex_attention, dynamic=False)
 

@@ -40,7 +40,7 @@ SIZES = {
         "convolution": dict(channels=128, dtype="float32"),
     },
 }
-SCANS = ("associative", "chunked", "chunked_serial")
+SCANS = ("associative", "chunked", "chunked_serial", "fused")
 LEAD = {"case": "case", "batch": "batch", "length": "length"}
 
 

@@ -47,7 +47,7 @@ class Mamba(Mixer):
     dt_max: Positive = 0.1
     norm: Literal["none", "learned", "plain"] = "none"  # of dt, B and C: with a learned scale (Jamba), or without one
     norm_eps: Positive = 1e-5
-    implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the scan; None picks
+    implementation: Literal[*IMPLEMENTATIONS, "fused"] | None = None  # of the scan; None picks
 
     forward_only: ClassVar[bool] = True
     groups: ClassVar[dict[str, str]] = {

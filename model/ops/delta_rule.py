@@ -21,10 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from model import placement
-from model.errors import UserError, choose
+from model.errors import choose
 from model.ops.decays import FORGET, in_chunks
-from model.ops.ssd import AMPERE, DTYPES, SIDES
+from model.ops.fused import SIDES, needs_unmet, refuse
 from model.ops.stretches import of_earlier, of_last, on_stretches, stretches
 from model.ops.wkv import meetings
 
@@ -188,10 +187,7 @@ def chunked(tokens: Tokens, h0: Array, keep: Array | None) -> tuple[Array, Array
 
 def fused(tokens: Tokens, h0: Array, keep: Array | None) -> tuple[Array, Array]:
     """The delta rule's products in kernels of their own, on GPUs."""
-    if reasons := lacking(tokens):
-        raise UserError(
-            f"delta_rule implementation 'fused' cannot serve {'; '.join(reasons)}; leave it unset, or use 'chunked'"
-        )
+    refuse("delta_rule", lacking(tokens))
     from model.ops.fused_delta import fused_delta  # here: Pallas takes a second to load, and only GPUs need it
 
     q, k, v, beta, w = (tokens.get(name) for name in ("q", "k", "v", "beta", "w"))
@@ -202,19 +198,13 @@ def fused(tokens: Tokens, h0: Array, keep: Array | None) -> tuple[Array, Array]:
 
 def lacking(tokens: Tokens) -> list[str]:
     """Why the fused kernels cannot serve a call; empty if they can."""
-    reasons, sides = [], {tokens[name].shape[-1] for name in ("k", "v")}
-    if placement.capability() < AMPERE:
-        reasons.append(f"the platform {placement.chip()} (it runs on gpu from {AMPERE[0]}.{AMPERE[1]})")
-    if tokens["v"].dtype not in DTYPES:
-        reasons.append(f"{tokens['v'].dtype} (it takes {', '.join(DTYPES)})")
+    reasons, sides = needs_unmet(tokens["v"]), {tokens[name].shape[-1] for name in ("k", "v")}
     if "beta" not in tokens:
         reasons.append("corrections in other directions than a key's")
     if "w" in tokens and tokens["w"].ndim == 4:
         reasons.append("channels that decay by themselves")
     if sides - set(SIDES):
         reasons.append(f"heads of {sorted(sides)} channels (it takes {', '.join(map(str, SIDES))})")
-    if stretches(tokens["q"].shape[1]) > 1:
-        reasons.append("devices that share the length")
     return reasons
 
 

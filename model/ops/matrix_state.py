@@ -12,12 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from model import placement
-from model.errors import UserError, choose
+from model.errors import choose
 from model.ops import ssd, wkv
 from model.ops.decays import FORGET, STRONGEST
-from model.ops.ssd import AMPERE, DTYPES, SIDES
-from model.ops.stretches import stretches
+from model.ops.fused import SIDES, needs_unmet, refuse
 
 Array = jax.Array
 
@@ -60,10 +58,7 @@ def none_decays(k: Array, h0: Array) -> Array:
 
 def fused(q: Array, k: Array, v: Array, w: Array | None, h0: Array, keep: Array | None) -> tuple[Array, Array]:
     """The same products in kernels of their own, on GPUs; values of other sizes in several parts, keys filled up."""
-    if reasons := lacking(k, v, w):
-        raise UserError(
-            f"matrix_state implementation 'fused' cannot serve {'; '.join(reasons)}; leave it unset, or use 'chunked'"
-        )
+    refuse("matrix_state", lacking(k, v))
     from model.ops.fused_channels import fused_channels  # here: Pallas takes a second to load, and only GPUs need it
     from model.ops.fused_state import fused_state
 
@@ -93,17 +88,11 @@ def parts(size: int) -> list[slice]:
     return [slice(start, min(start + SIDES[-1], size)) for start in starts]
 
 
-def lacking(k: Array, v: Array, w: Array | None) -> list[str]:
+def lacking(k: Array, v: Array) -> list[str]:
     """Why the fused kernels cannot serve a call; empty if they can."""
-    reasons = []
-    if placement.capability() < AMPERE:
-        reasons.append(f"the platform {placement.chip()} (it runs on gpu from {AMPERE[0]}.{AMPERE[1]})")
-    if v.dtype not in DTYPES:
-        reasons.append(f"{v.dtype} (it takes {', '.join(DTYPES)})")
+    reasons = needs_unmet(v)
     if k.shape[-1] > SIDES[-1]:
         reasons.append(f"keys of {k.shape[-1]} channels (it takes up to {SIDES[-1]})")
-    if stretches(v.shape[1]) > 1:
-        reasons.append("devices that share the length")
     return reasons
 
 
@@ -111,11 +100,11 @@ CHUNK = 128  # tokens whose weights a kernel holds
 IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked, "fused": fused}
 
 
-def best(k: Array, v: Array, w: Array | None) -> str:
+def best(k: Array, v: Array) -> str:
     """The implementation for a call that names none."""
     if v.shape[1] == 1:
         return "sequential"
-    return "chunked" if lacking(k, v, w) else "fused"
+    return "chunked" if lacking(k, v) else "fused"
 
 
 def matrix_state(
@@ -134,7 +123,7 @@ def matrix_state(
     w: log decays, none positive, wide: of a head [B, L, H], of each of its channels [B, L, H, K], or None for none at
     all. A step with k = 0 and w = 0 leaves the state as it was. q, k and v may be narrow.
     """
-    run = choose("matrix_state implementation", implementation or best(k, v, w), IMPLEMENTATIONS)
+    run = choose("matrix_state implementation", implementation or best(k, v), IMPLEMENTATIONS)
     w = None if w is None else w.astype(h0.dtype)
     if w is not None and w.ndim == 3:  # running sums of channels are not taken apart, and need no bound
         w = jnp.maximum(w, STRONGEST)

@@ -15,6 +15,7 @@ from jax import lax
 
 from model import placement
 from model.errors import UserError, choose
+from model.ops.fused import needs_unmet, refuse
 from model.ops.stretches import handed_on, on_stretches, stretches
 
 Array = jax.Array
@@ -273,6 +274,14 @@ def rates_backward(saved, g):
 rates.defvjp(rates_forward, rates_backward)
 
 
+def kernels_lack(x: Array, A: Array) -> list[str]:
+    """Why the kernels of the selective scan cannot serve a call; empty if they can."""
+    reasons, (E, N) = needs_unmet(x), A.shape
+    if placement.held(("inner",), (E,))[0] % 32 or N & (N - 1):
+        reasons.append(f"{E} channels of {N} numbers (it takes multiples of 32 on a device, of a power of two)")
+    return reasons
+
+
 def selective_scan(
     x: Array,
     dt: Array,
@@ -288,7 +297,13 @@ def selective_scan(
 
     `h_t = keep_t exp(dt_t A) h_{t-1} + dt_t B_t x_t` with x, dt: [B, L, E]; A: [E, N]; B, C: [B, L, N];
     h0: [B, E, N]; keep: [B, L], 0 where the past is forgotten. A step with dt = 0 leaves the state as it was.
+    Implementations are those of `diagonal_scan`, and `fused`: kernels of its own, on GPUs.
     """
+    if implementation == "fused":
+        refuse("scan", kernels_lack(x, A))
+        from model.ops.fused_selective import fused_selective  # here: Pallas takes a second to load
+
+        return fused_selective(x, dt, A, B, C, h0, keep)
 
     # A CPU adds up fastest by products, whose gradients are products too; a GPU by sums that it fuses.
     by_products = placement.platform() == "cpu"

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from model import placement
-from model.errors import UserError, choose
+from model.errors import choose
 from model.ops.decays import FORGET, STRONGEST, carry, in_chunks, parts, sums
+from model.ops.fused import SIDES, needs_unmet, refuse
 from model.ops.stretches import handed_on, on_stretches, stretches
 
 Array = jax.Array
@@ -170,10 +170,7 @@ def fused(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, opens: A
     where `chunked` took 4.8, in less than half the memory, and compiled in 10 s instead of 26. On shorter rows both
     were 2e-3 to 3e-3 from the loop, values and gradients: TF32.
     """
-    if reasons := lacking(x, B):
-        raise UserError(
-            f"ssd implementation 'fused' cannot serve {'; '.join(reasons)}; leave it unset, or use 'chunked'"
-        )
+    refuse("ssd", lacking(x, B))
     from model.ops import fused_ssd  # here: Pallas takes a second to load, and only GPUs need it
 
     return fused_ssd.fused_ssd(x, dt, a, B, C, h0, opens, chunk or 64)
@@ -181,21 +178,12 @@ def fused(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, opens: A
 
 def lacking(x: Array, B: Array) -> list[str]:
     """Why the fused kernels cannot serve a call; empty if they can."""
-    reasons, P, N = [], x.shape[-1], B.shape[-1]
-    if placement.capability() < AMPERE:
-        reasons.append(f"the platform {placement.chip()} (it runs on gpu from {AMPERE[0]}.{AMPERE[1]})")
-    if x.dtype not in DTYPES:
-        reasons.append(f"{x.dtype} (it takes {', '.join(DTYPES)})")
+    reasons, P, N = needs_unmet(x), x.shape[-1], B.shape[-1]
     if any(size not in SIDES for size in (P, N)):
         reasons.append(f"{P} channels of a head with {N} numbers each (it takes {', '.join(map(str, SIDES))} of both)")
-    if stretches(x.shape[1]) > 1:
-        reasons.append("devices that share the length")
     return reasons
 
 
-AMPERE = (8, 0)  # compute capability that the fused kernels need
-DTYPES = ("bfloat16", "float16", "float32")  # that they take
-SIDES = (16, 32, 64, 128)  # of their matrices
 IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked, "fused": fused}
 
 

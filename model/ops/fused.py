@@ -1,0 +1,30 @@
+"""What our own GPU kernels of recurrences need of a call, said in one way."""
+
+import jax
+
+from model import placement
+from model.errors import UserError
+from model.ops.stretches import stretches
+
+AMPERE = (8, 0)  # compute capability that they need
+DTYPES = ("bfloat16", "float16", "float32")  # that they take
+SIDES = (16, 32, 64, 128)  # of the matrices that those made of products take
+
+
+def needs_unmet(tokens: jax.Array) -> list[str]:
+    """Why no kernel can serve a call, whatever the recurrence; tokens: [B, L, ...]."""
+    reasons = []
+    if placement.capability() < AMPERE:
+        reasons.append(f"the platform {placement.chip()} (it runs on gpu from {AMPERE[0]}.{AMPERE[1]})")
+    if tokens.dtype not in DTYPES:
+        reasons.append(f"{tokens.dtype} (it takes {', '.join(DTYPES)})")
+    if stretches(tokens.shape[1]) > 1:
+        reasons.append("devices that share the length")
+    return reasons
+
+
+def refuse(op: str, reasons: list[str], instead: str = "chunked") -> None:
+    if reasons:
+        raise UserError(
+            f"{op} implementation 'fused' cannot serve {'; '.join(reasons)}; leave it unset, or use {instead!r}"
+        )

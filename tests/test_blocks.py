@@ -74,6 +74,7 @@ def test_last_kernels_scaled_with_depth(mixer):
 
 
 @pytest.mark.quick
+@pytest.mark.few(10)
 # State spaces gate what comes out of it, and Mega does more.
 @pytest.mark.parametrize("mixer", [m for m in ENDED if not issubclass(MIXERS[m], StateSpace | Mega)])
 def test_what_ends_a_mixer_is_linear(mixer):

@@ -225,6 +225,7 @@ def test_every_parameter_is_in_its_group():
     assert layers["decoder"]["block_0"]["cross_attention"]["q"]["kernel"] == "decay"
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", zoo.ALONE)
 def test_mixers_that_run_one_way_only_say_so(name):
     refused = zoo.refused((name, {"causal": False}, "none"))

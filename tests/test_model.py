@@ -174,7 +174,7 @@ CHOICES += [{key: value} for key, value in SCALARS.items()]
 CHOICES += [dict(embed_norm="before", unembed_bias=True, mlp_bias=True, mlp_multiple=7, depth_init=True)]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_block_choices(choice):
     """Each makes a model that drops out, skips padding, and in pieces gives what it gives whole."""
@@ -247,6 +247,7 @@ RIGHT_PADDED = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("settings", "asked"), RIGHT_PADDED, ids=str)
 def test_padding_told_to_be_behind_the_rows_changes_no_answer(settings, asked):
     """In float64, where rounding does not hide a difference."""

@@ -1,5 +1,7 @@
 """Recurrences in matrix form against the loops that define them: Mamba-2's, and RWKV's two."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,14 +12,25 @@ from model.mixers.mamba2 import Mamba2
 from model.mixers.rwkv import wkv
 from model.mixers.rwkv6 import RWKV6
 from model.ops import decays as op
+from model.ops import ssd as ssd_op
+from model.ops import wkv as wkv_op
 from model.ops.decays import spans
-from model.ops.ssd import gaps, ssd
-from model.ops.wkv import wkv6
+from model.ops.ssd import gaps
 from tests import zoo
 
 B, H, P, G, N = 2, 4, 3, 2, 5
 SMALL = 16  # tokens of a chunk
 LENGTHS = [1, 63, 256]
+
+
+@partial(jax.jit, static_argnames=("implementation", "chunk"))
+def ssd(*args, **settings):
+    return ssd_op.ssd(*args, **settings)
+
+
+@partial(jax.jit, static_argnames="implementation")
+def wkv6(*args, **settings):
+    return wkv_op.wkv6(*args, **settings)
 
 
 @pytest.fixture
@@ -109,7 +122,7 @@ def test_documents_do_not_see_each_other(float64):
         y, h = ssd(**arrays | dict(x=x), keep=keep, implementation="chunked", chunk=SMALL)
         return jnp.sum(y[:, start:] ** 2) + jnp.sum(h**2)
 
-    pull = jax.grad(later)(arrays["x"])
+    pull = jax.jit(jax.grad(later))(arrays["x"])
     assert (pull[:, :start] == 0).all() and (np.abs(pull[:, start:]).sum(axis=(2, 3)) > 0).all()
 
     still = arrays | dict(dt=arrays["dt"].at[:, start:].set(0))
@@ -264,4 +277,4 @@ def test_averages_with_decaying_weights(float64, length):
 )
 def test_mistakes_are_told(mixer, told):
     with pytest.raises(UserError, match=told):
-        mixer.init(jax.random.key(0), zoo.inputs(1, 4), zoo.context(L=4))
+        jax.eval_shape(mixer.init, jax.random.key(0), zoo.inputs(1, 4), zoo.context(L=4))

@@ -118,6 +118,7 @@ def test_what_the_mesh_cannot_share_out_is_refused():
 READERS = [(name, "none") for name in zoo.ALONE if name not in zoo.WRITERS]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("mixer, position", zoo.PAIRS + READERS)
 def test_every_parameter_is_in_exactly_one_group(mixer, position):
     place = [(f"model.{position}.{key}", str(value)) for key, value in zoo.PLACES.get(position, {}).items()]

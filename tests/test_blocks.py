@@ -56,7 +56,7 @@ def test_norm_of_embeddings(order):
 ENDED = [mixer for mixer in zoo.ALONE if MIXERS[mixer].last]  # by a linear map
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mixer", ENDED)
 def test_last_kernels_scaled_with_depth(mixer):
     """GPT-2's start: all that differs are the maps that end a branch, by the root of how many branches there are."""

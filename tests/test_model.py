@@ -225,6 +225,7 @@ def test_what_scalars_do():
         assert not np.allclose(changed(**choice), before, atol=1e-3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pool", ["mean", "cls", "last"])
 def test_classifier_ignores_padding(pool):
     model = build.build(model_config(pool=pool, causal=False, position="sinusoidal"), Asked(20, n_classes=3))
@@ -283,6 +284,7 @@ def test_logits_only_where_asked():
     np.testing.assert_allclose(some, jnp.take_along_axis(everywhere, at[..., None], axis=1), atol=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("position", ["sinusoidal", "learned", "rope", "alibi"])
 def test_model_in_pieces(position):
     """The split law for what the model adds: positions that go on where the last call stopped."""

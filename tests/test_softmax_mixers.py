@@ -19,6 +19,7 @@ def attention(position="rope", **settings):
     return Attention(width=zoo.WIDTH, position=POSITIONS[position], **settings)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("position", ["rope", "alibi"])
 @pytest.mark.parametrize("sink_tokens", [0, 2])
 def test_a_window_is_plain_attention_to_its_tokens(position, sink_tokens):

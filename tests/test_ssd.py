@@ -78,6 +78,7 @@ def assert_same(one, other, within: float):
         assert zoo.far(b, a) < within or np.abs(a - b).max() < 1e-3 * within
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("cut", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_products_are_the_recurrence(float64, length, cut):
@@ -142,6 +143,7 @@ def test_sums_do_not_cancel():
     np.testing.assert_array_equal(spans(jnp.asarray([1.0, 2.0])), [[0, -np.inf, -np.inf], [1, 0, -np.inf], [3, 2, 0]])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strength", [1e-3, 30.0, 1e6])
 def test_any_decay_has_finite_gradients(strength):
     arrays = {name: leaf.astype(jnp.float32) for name, leaf in inputs(100).items()}
@@ -184,6 +186,7 @@ def test_memory_is_that_of_chunks_and_not_of_states():
 # RWKV
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("cut", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_matrix_valued_states(float64, length, cut):
@@ -244,6 +247,7 @@ def test_a_document_begins_with_an_empty_matrix(float64, implementation):
     assert_same(alone, (packed[:, start:], h), within=1e-12)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_averages_with_decaying_weights(float64, length):
     """Documents, padding, and keys so large that no exponential of them would fit."""

@@ -31,7 +31,8 @@ def test_every_architecture_that_reads_one_row_is_matched():
     assert archs.MATCHED.keys() == stacks()
 
 
-@pytest.mark.parametrize("size", ["tiny", *(pytest.param(s, marks=pytest.mark.scale) for s in list(archs.SIZES)[1:])])
+@pytest.mark.scale
+@pytest.mark.parametrize("size", archs.SIZES)
 def test_architectures_of_one_size_have_as_many_parameters(size):
     asked = parameters("attention", size)
     ratios = {arch: parameters(arch, size) / asked for arch in archs.MATCHED}

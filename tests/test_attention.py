@@ -100,7 +100,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(block_attention, "tile_size", lambda mask: 16)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_implementations_are_one_function(call):
     with jax.enable_x64(True):
@@ -112,6 +112,7 @@ def test_implementations_are_one_function(call):
                 np.testing.assert_allclose(got[key], want, atol=1e-9, err_msg=f"{name} {key}")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["xla", "tiled", "blocks"])
 def test_narrow_dtypes_stay_close(name):
     values, call = arrays(), CALLS["all"]
@@ -284,7 +285,7 @@ def test_the_support_matrix_is_what_the_choice_reads():
 # The fused kernels that run here, interpreted
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "options",
     [

@@ -1,5 +1,7 @@
 """B2S6: its published formula as a loop, and what blocks and bias are for."""
 
+from functools import partial
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -56,7 +58,8 @@ def test_the_scan_is_the_published_loop(form):
     with jax.enable_x64(True):
         u, values = inputs(150), weights()
         start = jnp.zeros((2, J * P, N), jnp.complex128)
-        y, _ = b2s6_recurrence(jnp.asarray(u), start, Context(), form, **jax.tree.map(jnp.asarray, values))
+        run = jax.jit(partial(b2s6_recurrence, ctx=Context(), implementation=form))
+        y, _ = run(jnp.asarray(u), start, **jax.tree.map(jnp.asarray, values))
     np.testing.assert_allclose(y, loop(u, **values), rtol=1e-10, atol=1e-12)
 
 
@@ -67,8 +70,8 @@ def last_output(u, **values):
 
 @pytest.mark.quick
 def test_blocks_do_not_see_each_other():
-    seen = jax.jacobian(lambda u: last_output(u, **weights()).sum(axis=0))(jnp.asarray(inputs(8), jnp.float32))
-    seen = np.abs(seen).sum(axis=(1, 2))  # [output, input]
+    by_input = jax.jit(jax.jacobian(lambda u: last_output(u, **weights()).sum(axis=0)))
+    seen = np.abs(by_input(jnp.asarray(inputs(8), jnp.float32))).sum(axis=(1, 2))  # [output, input]
     assert (seen[:P, :P] > 0).all() and (seen[P:, P:] > 0).all()
     assert (seen[:P, P:] == 0).all() and (seen[P:, :P] == 0).all()
 
@@ -79,8 +82,8 @@ def test_a_large_input_leaves_some_of_the_past():
     values, u = weights(), np.array(inputs(8), np.float32)
     u[:, 4] = 40 * np.abs(u[:, 4])
     values["w"][0], values["w"][1] = 1, -1
-    by_first = jax.jacobian(lambda u: last_output(u, **values).sum(axis=0))(jnp.asarray(u))[:, :, 0]
-    by_first = np.abs(by_first).sum(axis=(1, 2))
+    by_input = jax.jit(jax.jacobian(lambda u: last_output(u, **values).sum(axis=0)))
+    by_first = np.abs(by_input(jnp.asarray(u))[:, :, 0]).sum(axis=(1, 2))
     assert by_first[:P].max() < 1e-9 < 1e-3 < by_first[P:].min()
 
 

@@ -56,7 +56,7 @@ def test_norm_of_embeddings(order):
 ENDED = [mixer for mixer in zoo.ALONE if MIXERS[mixer].last]  # by a linear map
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mixer", ENDED)
 def test_last_kernels_scaled_with_depth(mixer):
     """GPT-2's start: all that differs are the maps that end a branch, by the root of how many branches there are."""
@@ -74,6 +74,7 @@ def test_last_kernels_scaled_with_depth(mixer):
 
 
 @pytest.mark.quick
+@pytest.mark.few(10)
 # State spaces gate what comes out of it, and Mega does more.
 @pytest.mark.parametrize("mixer", [m for m in ENDED if not issubclass(MIXERS[m], StateSpace | Mega)])
 def test_what_ends_a_mixer_is_linear(mixer):

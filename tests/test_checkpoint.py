@@ -128,6 +128,7 @@ def append(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"\0")
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("harm", [flip, truncate, append, Path.unlink], ids=lambda f: f.__name__)
 def test_any_harmed_file_is_named_and_the_step_before_taken(tmp_path, harm):
     save_all(tmp_path / "whole", [1, 2])
@@ -375,8 +376,8 @@ while True:
 def test_kill_at_any_moment_leaves_the_newest_committed_step_whole(tmp_path):
     rng = random.Random(0)
     newest, rubble, kills = 0, 0, 0
-    # Six kills, and on a slow machine as many more as it takes for one to hit a save.
-    while kills < 6 or (kills < 30 and not (newest > 3 and rubble)):
+    # Three kills, and on a slow machine as many more as it takes for one to hit a save.
+    while kills < 3 or (kills < 30 and not (newest > 3 and rubble)):
         kills += 1
         # Compiled as here: other optimisations make other bits.
         child = start(SAVE_FOREVER, tmp_path, XLA_FLAGS=FAST)

@@ -66,6 +66,7 @@ NSA = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("settings", NSA, ids=str)
 def test_nsa_is_the_papers(settings):
     l, d, block, top, w, G = (settings[k] for k in ("length", "stride", "block", "top", "sliding", "n_kv_heads"))
@@ -114,6 +115,7 @@ def test_nsa_is_the_papers(settings):
     np.testing.assert_allclose(y, out(params, heads), atol=1e-10)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("chunk", "n_buckets", "rounds"), [(3, 4, 2), (4, 6, 1), (64, 8, 3)])
 def test_reformer_is_the_papers(chunk, n_buckets, rounds, causal):

@@ -181,6 +181,7 @@ def test_the_poisson_table_is_the_law():
     np.testing.assert_allclose(corruption.poisson(3.0, 20), poisson.cdf(np.arange(20), 3.0), rtol=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("length", [1, 2, 3, 7])
 def test_short_rows(length):
     row = jnp.arange(length, dtype=jnp.int32)

@@ -80,6 +80,7 @@ def test_rows_of_odd_length_are_one_longer():
         assert "tensor<2x64x4x32xbf16>" in text and f"mask_type\\22: \\22{told}\\22" in text
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=["full", "causal"])
 @pytest.mark.parametrize("n", [64, 63])
 @pytest.mark.parametrize("padded", [True, False], ids=["padded", "whole"])

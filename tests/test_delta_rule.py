@@ -68,6 +68,7 @@ def loop(q, k, v, h0, w=None, beta=None, a=None, b=None, keep=None):
     return y, h
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("decay", DECAYS)
 def test_products_are_the_loop(float64, small_blocks, decay, form):

@@ -64,7 +64,7 @@ def made(shape: str):
     return model, moved, jax.jit(model.apply, static_argnames=("train", "right_padded"))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_target_in_pieces_is_the_target_whole(shape):
     """Behind sources of different lengths: one call, and a first one with the source and then single tokens."""
@@ -80,6 +80,7 @@ def test_a_target_in_pieces_is_the_target_whole(shape):
     np.testing.assert_allclose(np.concatenate(pieces, axis=1), whole, atol=2e-5)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", ["attention", "mixed"])
 def test_targets_of_different_lengths_go_on_behind_their_padding(shape):
     model, variables, run = made(shape)
@@ -94,7 +95,7 @@ def test_targets_of_different_lengths_go_on_behind_their_padding(shape):
         np.testing.assert_allclose(then[row, 0], whole[row, n], atol=2e-5)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_padding_of_the_source_changes_nothing(shape):
     _, variables, run = made(shape)
@@ -106,6 +107,7 @@ def test_padding_of_the_source_changes_nothing(shape):
     assert np.abs(run(variables, TARGET, source=SOURCE)[0][1:2] - alone).max() > 1e-3
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_who_sees_whom(shape):
     """Logits know all of the source, and of the target what has been read; the source is read bidirectionally."""
@@ -161,6 +163,7 @@ def test_generated_tokens_are_those_that_teacher_forcing_finds_likeliest():
     np.testing.assert_array_equal(jnp.argmax(forced, -1), written[:, 1:])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_state_is_as_large_as_it_says(shape):
     model, variables, run = made(shape)
@@ -225,6 +228,7 @@ def test_every_parameter_is_in_its_group():
     assert layers["decoder"]["block_0"]["cross_attention"]["q"]["kernel"] == "decay"
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", zoo.ALONE)
 def test_mixers_that_run_one_way_only_say_so(name):
     refused = zoo.refused((name, {"causal": False}, "none"))

@@ -55,6 +55,7 @@ def test_an_own_name_without_settings_is_the_mixer_it_names():
     np.testing.assert_array_equal(*logits)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layers, reach", [(1, 2), (2, 12)])
 def test_a_window_is_of_the_layers_that_name_it(layers, reach):
     """As far as the last logits see: two tokens through the first layer, all through the one above it."""

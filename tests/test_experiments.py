@@ -249,7 +249,7 @@ def test_list_names_everything():
     assert all(found.values()), "a line without a description"
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", [pytest.param(t, marks=pytest.mark.scale) if t == "mad" else t for t in TABLES])
 def test_no_two_runs_of_a_table_are_the_same(name, tmp_path):
     for scale in TABLES[name].scales:

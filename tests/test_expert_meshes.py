@@ -80,6 +80,7 @@ def test_experts_that_the_mesh_does_not_divide_are_refused():
         prepare(load(*EXPERTS, ("model.experts.n_experts", "6"), ("mesh.data", "2"), ("mesh.expert", "4")))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chip", ["tpu", "gpu"])
 @pytest.mark.parametrize("kind", ["dropless", "capacity"])
 def test_experts_lower_for_many_chips(kind, chip):

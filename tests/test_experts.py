@@ -78,7 +78,7 @@ def one_by_one(params, x, k, kind="swiglu", over="chosen", send=lambda b, l, e: 
     return y
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.quick
 @pytest.mark.parametrize("implementation", LAYOUTS)
 @pytest.mark.parametrize(

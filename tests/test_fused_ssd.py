@@ -34,6 +34,7 @@ def run(x, dt, A, B, C, h0, keep=None, implementation="interpreted"):
     return op.fused_ssd(x, dt, jnp.maximum(dt * A, STRONGEST), B, C, h0, opens, chunk=Q, interpret=True)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("length", "groups", "cut", "programs"),
     [(64, 1, False, 1), (128, 2, True, 64), (70, 4, True, 16), (5, 1, True, 1)],
@@ -47,6 +48,7 @@ def test_kernels_are_the_recurrence(monkeypatch, length, groups, cut, programs):
     assert_same(slow, fast, within=5e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strength", [1e-3, 1e6])
 def test_any_decay_is_exact(strength):
     slow, fast = both(run, inputs(64, strength=strength), fast="interpreted")
@@ -111,6 +113,7 @@ def made_for(kind):
     return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("data",), (AxisType.Auto,), abstract_device=gpu))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_kernels_lower_for_a_gpu(dtype):
     arrays = {name: leaf.astype(dtype) if name in "xBC" else leaf for name, leaf in inputs(256).items()}

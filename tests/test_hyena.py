@@ -54,6 +54,7 @@ def definition(p, x, mixer):
 SMALL = dict(order=3, conv=4, filter_layers=1, bands=2, longest=8, floor=0.1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("settings, L", [({}, 70), (SMALL, 20)], ids=["default", "small"])
 def test_hyena_is_its_papers_definition(settings, L, causal):

@@ -195,6 +195,7 @@ def is_frozen(path: str) -> bool:
     return path.startswith("embed/") or "/mixer/" in path
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("accumulate", ["1", "2"])
 def test_frozen_parameters_are_not_trained_and_take_no_room(accumulate):
     before, state, _ = stepped(FROZEN, ("optim.accumulate", accumulate))

@@ -184,6 +184,7 @@ def softmax(mixer: str) -> bool:
     return MIXERS[mixer].softmax
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("mixers", "layers"), STACKS)
 def test_maps_are_the_same_looped_unrolled_and_rematerialised(mixers, layers):
     params = params_of(mixers, layers)
@@ -216,6 +217,7 @@ def test_parameters_come_without_maps():
     assert set(jax.eval_shape(model_of(("s4d", "attention"), 2).init, jax.random.key(0), TOKENS)) == {"params"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("mixers", "layers"), STACKS)
 def test_layers_come_in_order(mixers, layers):
     """Layer n - 1 is the last of the model that ends there."""
@@ -234,6 +236,7 @@ def test_layers_come_in_order(mixers, layers):
         jax.tree.map(close, short[-1], whole[n - 1])
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("mixer", [name for name in MIXERS if softmax(name)])
 def test_every_softmax_mixer_gives_its_maps(mixer):
     (layer,) = suite.inside(model_of((mixer,), 1), params_of((mixer,), 1), TOKENS, None)

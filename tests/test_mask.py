@@ -154,6 +154,7 @@ class Apart(Mask):
         return Block(True, False)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mask", [Apart(7) & CAUSAL | Prefix(5), Chunk(128), Chunk(100) & CAUSAL | window(9)], ids=str)
 def test_a_new_mask_is_served_as_it_is(mask):
     """Values and gradients of every implementation that takes any mask; of chunks of 128, no block is seen in part."""

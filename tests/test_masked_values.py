@@ -30,6 +30,7 @@ def model_of(one: MaskedValues, **changes):
 
 
 @pytest.mark.quick
+@pytest.mark.few(1)
 @pytest.mark.parametrize("task, square, places", [(SHAPES, 8, 4), (SHAPES, 4, 16), (ADDING, 16, 10)], ids=str)
 def test_a_share_of_each_row_is_masked_in_whole_squares(task, square, places):
     one, batch = objective(task, square=square, rate=0.5), batch_at(task, 0, "train", 64, 0)
@@ -45,6 +46,7 @@ def test_a_share_of_each_row_is_masked_in_whole_squares(task, square, places):
     np.testing.assert_array_equal(alone[0], one.view(batch, jax.random.key(3))["masked"][5])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("task, square", [(SHAPES, 8), (ADDING, 16)], ids=["shapes", "adding"])
 def test_the_loss_is_the_mean_error_of_what_is_masked_and_cannot_be_read_off(task, square):
     one = objective(task, square=square, rate=0.5)

@@ -66,6 +66,7 @@ def gradients(implementation, given, keep):
     return jax.jit(jax.grad(objective))(given)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("cut", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("decay", DECAYS)
 def test_products_have_the_loops_gradients(decay, cut):
@@ -77,6 +78,7 @@ def test_products_have_the_loops_gradients(decay, cut):
         assert zoo.far(fast[name], slow[name]) < 1e-10, name
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("strength", [1e-3, 30.0, 1e6])
 @pytest.mark.parametrize("decay", ["head", "channel"])
 def test_any_decay_has_finite_gradients(decay, strength):

@@ -85,6 +85,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_mega_is_its_papers_definition(settings, causal):

@@ -174,7 +174,7 @@ CHOICES += [{key: value} for key, value in SCALARS.items()]
 CHOICES += [dict(embed_norm="before", unembed_bias=True, mlp_bias=True, mlp_multiple=7, depth_init=True)]
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_block_choices(choice):
     """Each makes a model that drops out, skips padding, and in pieces gives what it gives whole."""
@@ -225,6 +225,7 @@ def test_what_scalars_do():
         assert not np.allclose(changed(**choice), before, atol=1e-3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("pool", ["mean", "cls", "last"])
 def test_classifier_ignores_padding(pool):
     model = build.build(model_config(pool=pool, causal=False, position="sinusoidal"), Asked(20, n_classes=3))
@@ -247,6 +248,7 @@ RIGHT_PADDED = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("settings", "asked"), RIGHT_PADDED, ids=str)
 def test_padding_told_to_be_behind_the_rows_changes_no_answer(settings, asked):
     """In float64, where rounding does not hide a difference."""
@@ -282,6 +284,7 @@ def test_logits_only_where_asked():
     np.testing.assert_allclose(some, jnp.take_along_axis(everywhere, at[..., None], axis=1), atol=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("position", ["sinusoidal", "learned", "rope", "alibi"])
 def test_model_in_pieces(position):
     """The split law for what the model adds: positions that go on where the last call stopped."""

@@ -100,6 +100,7 @@ def test_slstm_is_its_cell_token_by_token():
     np.testing.assert_allclose(last["h"], state["h"], atol=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MIXERS)
 def test_a_mixer_is_its_cell_token_by_token(name):
     mixer = MIXERS[name](width=zoo.WIDTH, hidden=5)
@@ -160,6 +161,7 @@ def test_the_state_does_not_grow(name):
     assert {leaf.dtype for leaf in jax.tree.leaves(state)} == {jnp.dtype(jnp.float32)}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MIXERS)
 def test_first_values(name):
     """Every gate's map of the past is orthogonal, biases are 0, and an LSTM begins by remembering."""

@@ -244,7 +244,7 @@ def test_a_source_by_name_is_the_source_in_the_row(cell, attention):
     np.testing.assert_allclose(run(variables, TARGET, source=SOURCE)[0], both.apply(variables, ROWS)[0], atol=1e-6)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("cell", "attention"), FORMS)
 def test_pieces_and_padding_in_every_form(cell, attention):
     model, variables, run = form(cell, attention)
@@ -259,6 +259,7 @@ def test_pieces_and_padding_in_every_form(cell, attention):
     assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(row)) == model.state_bytes(T)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_one_vector_is_all_that_is_known_of_a_source(cell):
     """As large whatever the source's length, made of both ends of the encoder, and without parameters to look with."""

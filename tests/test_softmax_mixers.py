@@ -12,12 +12,14 @@ from model.mixers.cross_attention import CrossAttention
 from model.mixers.mla import MLA
 from model.positions import POSITIONS
 from tests import zoo
+from tests.draws import HASH
 
 
 def attention(position="rope", **settings):
     return Attention(width=zoo.WIDTH, position=POSITIONS[position], **settings)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("position", ["rope", "alibi"])
 @pytest.mark.parametrize("sink_tokens", [0, 2])
 def test_a_window_is_plain_attention_to_its_tokens(position, sink_tokens):
@@ -62,8 +64,8 @@ def test_a_document_that_opens_far_into_a_stream():
 def test_a_prefix_is_bidirectional():
     mixer = attention("none", prefix=3)
     variables, x = zoo.params(mixer), zoo.inputs(1, 8)
-    sees = np.asarray(jax.jacobian(lambda x: mixer.apply(variables, x, Context())[0].sum(-1)[0])(x))  # [8, 1, 8, D]
-    sees = np.abs(sees).sum((1, 3)) > 1e-6
+    outputs = jax.jit(jax.jacobian(lambda x: mixer.apply(variables, x, Context())[0].sum(-1)[0]))
+    sees = np.abs(np.asarray(outputs(x))).sum((1, 3)) > 1e-6  # [8, 1, 8, D] before
     want = np.tril(np.ones((8, 8), bool))
     want[:, :3] = True
     np.testing.assert_array_equal(sees, want)
@@ -101,8 +103,7 @@ def cross(memory, memory_segments=None, segments=None, **settings):
     mixer = CrossAttention(width=zoo.WIDTH, **settings)
     x = zoo.inputs(2, 5)
     ctx = Context(segments=segments, memory=memory, memory_segments=memory_segments)
-    variables = mixer.init(jax.random.key(0), x, ctx)
-    return mixer.apply(variables, x, ctx)[0]
+    return jax.jit(lambda key: mixer.apply(mixer.init(key, x, ctx), x, ctx)[0])(jax.random.key(0, impl=HASH))
 
 
 def test_padding_of_the_memory_changes_nothing():
@@ -126,12 +127,12 @@ def test_heads_of_cross_attention_have_a_dim_and_scores_a_scale():
     ctx, x = Context(memory=zoo.inputs(2, 7, seed=1)), zoo.inputs(2, 5)
     settings = dict(width=zoo.WIDTH, n_heads=3, head_dim=6, bias="qkv")
     plain, halved = CrossAttention(**settings), CrossAttention(**settings, scale=0.5 * 6**-0.5)
-    params = plain.init(jax.random.key(0), x, ctx)["params"]
+    params = jax.jit(plain.init)(jax.random.key(0, impl=HASH), x, ctx)["params"]
     assert params["k"]["bias"].value.shape == (3, 6) and "bias" not in params["out"]
     twice = params | {"q": jax.tree.map(lambda leaf: 2 * leaf, params["q"])}
-    y, _ = plain.apply({"params": params}, x, ctx)
-    np.testing.assert_allclose(halved.apply({"params": twice}, x, ctx)[0], y, atol=1e-6)
-    assert np.abs(halved.apply({"params": params}, x, ctx)[0] - y).max() > 1e-3
+    y, _ = zoo.apply(plain)({"params": params}, x, ctx)
+    np.testing.assert_allclose(zoo.apply(halved)({"params": twice}, x, ctx)[0], y, atol=1e-6)
+    assert np.abs(zoo.apply(halved)({"params": params}, x, ctx)[0] - y).max() > 1e-3
 
 
 def test_cross_attention_needs_a_memory():

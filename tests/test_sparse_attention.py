@@ -141,6 +141,7 @@ DEFINITIONS = {
 
 
 @DIRECTIONS
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", DEFINITIONS)
 def test_a_mixer_is_its_papers_definition(name, causal):
     """In a row, and in packed documents with padding inside, whose patterns begin anew."""
@@ -249,6 +250,7 @@ def most(name: str) -> float:
 
 
 @DIRECTIONS
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", COSTS)
 def test_work_is_that_of_the_pattern(name, causal):
     """From L to 4 L: a mask over all pairs would have 16 times the work."""
@@ -264,6 +266,7 @@ def test_memory_is_that_of_the_pattern(name, causal):
     assert many < most(name) * few, many / few
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["local", "dilated", "strided", "fixed", "block_sparse"])
 def test_packed_rows_cost_no_more(name):
     """Where it is known how far a pattern reaches; less than twice as much as where documents are not packed."""

@@ -1,5 +1,7 @@
 """Recurrences in matrix form against the loops that define them: Mamba-2's, and RWKV's two."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,14 +12,25 @@ from model.mixers.mamba2 import Mamba2
 from model.mixers.rwkv import wkv
 from model.mixers.rwkv6 import RWKV6
 from model.ops import decays as op
+from model.ops import ssd as ssd_op
+from model.ops import wkv as wkv_op
 from model.ops.decays import spans
-from model.ops.ssd import gaps, ssd
-from model.ops.wkv import wkv6
+from model.ops.ssd import gaps
 from tests import zoo
 
 B, H, P, G, N = 2, 4, 3, 2, 5
 SMALL = 16  # tokens of a chunk
 LENGTHS = [1, 63, 256]
+
+
+@partial(jax.jit, static_argnames=("implementation", "chunk"))
+def ssd(*args, **settings):
+    return ssd_op.ssd(*args, **settings)
+
+
+@partial(jax.jit, static_argnames="implementation")
+def wkv6(*args, **settings):
+    return wkv_op.wkv6(*args, **settings)
 
 
 @pytest.fixture
@@ -65,6 +78,7 @@ def assert_same(one, other, within: float):
         assert zoo.far(b, a) < within or np.abs(a - b).max() < 1e-3 * within
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("cut", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_products_are_the_recurrence(float64, length, cut):
@@ -109,7 +123,7 @@ def test_documents_do_not_see_each_other(float64):
         y, h = ssd(**arrays | dict(x=x), keep=keep, implementation="chunked", chunk=SMALL)
         return jnp.sum(y[:, start:] ** 2) + jnp.sum(h**2)
 
-    pull = jax.grad(later)(arrays["x"])
+    pull = jax.jit(jax.grad(later))(arrays["x"])
     assert (pull[:, :start] == 0).all() and (np.abs(pull[:, start:]).sum(axis=(2, 3)) > 0).all()
 
     still = arrays | dict(dt=arrays["dt"].at[:, start:].set(0))
@@ -129,6 +143,7 @@ def test_sums_do_not_cancel():
     np.testing.assert_array_equal(spans(jnp.asarray([1.0, 2.0])), [[0, -np.inf, -np.inf], [1, 0, -np.inf], [3, 2, 0]])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("strength", [1e-3, 30.0, 1e6])
 def test_any_decay_has_finite_gradients(strength):
     arrays = {name: leaf.astype(jnp.float32) for name, leaf in inputs(100).items()}
@@ -171,6 +186,7 @@ def test_memory_is_that_of_chunks_and_not_of_states():
 # RWKV
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("cut", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_matrix_valued_states(float64, length, cut):
@@ -231,6 +247,7 @@ def test_a_document_begins_with_an_empty_matrix(float64, implementation):
     assert_same(alone, (packed[:, start:], h), within=1e-12)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_averages_with_decaying_weights(float64, length):
     """Documents, padding, and keys so large that no exponential of them would fit."""
@@ -264,4 +281,4 @@ def test_averages_with_decaying_weights(float64, length):
 )
 def test_mistakes_are_told(mixer, told):
     with pytest.raises(UserError, match=told):
-        mixer.init(jax.random.key(0), zoo.inputs(1, 4), zoo.context(L=4))
+        jax.eval_shape(mixer.init, jax.random.key(0), zoo.inputs(1, 4), zoo.context(L=4))

@@ -62,6 +62,7 @@ def read(run, params, tokens, chunk=512, recompute=0) -> np.ndarray:
     return np.concatenate(list(streaming.losses(run, params, tokens, chunk, recompute)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("arch", "overrides"),
     [

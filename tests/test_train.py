@@ -1,6 +1,5 @@
 """Training: sharding and groups as laws over the zoo, the step, the optimizer, and what happens to a broken loss."""
 
-import itertools
 import json
 import threading
 
@@ -51,9 +50,11 @@ MESH = [("mesh.data", "1"), ("mesh.fsdp", "2"), ("mesh.tensor", "2"), ("mesh.seq
 # A model of several kinds of layers compiles faster than several models.
 WRITERS = [name for name in zoo.FIRST_OF_KIN if name in zoo.WRITERS]
 STACKS = [WRITERS[i::4] for i in range(4)]
-BOTH_WAYS = [name for name in zoo.FIRST_OF_KIN if not MIXERS[name].forward_only]
+TWO_WAYS = [name for name in zoo.FIRST_OF_KIN if not MIXERS[name].forward_only]
+# All that run no other way, and of the others, which are one way and its mirror image, every third.
+BOTH_WAYS = [name for i, name in enumerate(TWO_WAYS) if name not in WRITERS or i % 3 == 0]
 ROWS = [("mesh.data", "2"), ("mesh.fsdp", "2"), ("mesh.tensor", "2")]  # without the length
-SHARED = [(mixers, True, MESH) for mixers in STACKS] + [(BOTH_WAYS[i::2], False, ROWS) for i in range(2)]
+SHARED = [(mixers, True, MESH) for mixers in STACKS] + [(BOTH_WAYS, False, ROWS)]
 
 
 def stacked(mixers: list[str]) -> list[tuple[str, str]]:
@@ -118,6 +119,7 @@ def test_what_the_mesh_cannot_share_out_is_refused():
 READERS = [(name, "none") for name in zoo.ALONE if name not in zoo.WRITERS]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("mixer, position", zoo.PAIRS + READERS)
 def test_every_parameter_is_in_exactly_one_group(mixer, position):
     place = [(f"model.{position}.{key}", str(value)) for key, value in zoo.PLACES.get(position, {}).items()]
@@ -131,6 +133,7 @@ def test_every_parameter_is_in_exactly_one_group(mixer, position):
         assert {g for path, g in flat.items() if path.endswith(f"mixer/{name}")} <= {group}
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("mixer", zoo.ALONE)
 def test_groups_name_parameters_that_there_are(mixer):
     """With the mixer's defaults or in one of its variants."""
@@ -306,7 +309,7 @@ def test_resuming_on_other_data(tmp_path):
 
 @pytest.mark.scale
 @pytest.mark.usefixtures("quick_draws")
-@pytest.mark.parametrize("mixers", STACKS, ids="+".join)
+@pytest.mark.parametrize("mixers", STACKS[::2], ids="+".join)
 def test_a_classifier_trains_on_padded_documents(mixers):
     choice = stacked(mixers)
     short = [
@@ -329,8 +332,8 @@ UNLIKE = {"fnet", "slstm", "mega", "mega_chunk", "synthesizer"}
 @pytest.mark.scale
 def test_named_architectures_build_at_comparable_size():
     sizes = {}
-    for arch, task in itertools.product(archs.ARCHS.keys() - UNLIKE, ("mqar", "selective_copying", "induction")):
-        run = prepare(configs.load(f"configs/synthetic.py:task={task},arch={arch}"))
+    for arch in archs.ARCHS.keys() - UNLIKE:
+        run = prepare(configs.load(f"configs/synthetic.py:task=induction,arch={arch}"))
         sides = 2 if run.config.model.kind == "encoder_decoder" else 1
         sizes[arch] = run.params / sides
     assert max(sizes.values()) < 3 * min(sizes.values()), sizes

@@ -373,11 +373,12 @@ while True:
 """
 
 
+@pytest.mark.scale
 def test_kill_at_any_moment_leaves_the_newest_committed_step_whole(tmp_path):
     rng = random.Random(0)
     newest, rubble, kills = 0, 0, 0
-    # Three kills, and on a slow machine as many more as it takes for one to hit a save.
-    while kills < 3 or (kills < 30 and not (newest > 3 and rubble)):
+    # Six kills, and on a slow machine as many more as it takes for one to hit a save.
+    while kills < 6 or (kills < 30 and not (newest > 3 and rubble)):
         kills += 1
         # Compiled as here: other optimisations make other bits.
         child = start(SAVE_FOREVER, tmp_path, XLA_FLAGS=FAST)

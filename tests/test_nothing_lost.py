@@ -52,7 +52,7 @@ def test_killed_and_terminated_runs_equal_an_undisturbed_one(tmp_path):
     calm = losses(tmp_path / "calm")
     assert [step for step, _ in calm] == list(range(1, STEPS + 1))
 
-    for _ in range(6):
+    for _ in range(10):
         interrupt(tmp_path / "killed", signal.SIGKILL, rng)
         assert not (tmp_path / "killed" / "result.json").exists()
     for _ in range(2):

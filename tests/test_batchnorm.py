@@ -265,6 +265,7 @@ def saved(folder, step: int):
     return by_path(jax.device_get(load_params(folder / "checkpoints", run.abstract.params, step)))
 
 
+@pytest.mark.scale
 def test_a_run_that_stops_and_goes_on_has_the_same_statistics(calm, tmp_path, monkeypatch):
     folder, row = calm
     for at in (4, None):

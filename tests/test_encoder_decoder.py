@@ -150,6 +150,7 @@ def test_generating_runs_the_encoder_once():
     assert sorted(leaf.shape for leaf in carried) == [(2, 3, S), (2, 3, S, 4, 4), (2, 3, S, 4, 4)]
 
 
+@pytest.mark.scale
 def test_generated_tokens_are_those_that_teacher_forcing_finds_likeliest():
     model, variables, run = made("mixed")
     state = model.init_state(3, T)

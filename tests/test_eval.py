@@ -301,6 +301,7 @@ def test_the_suite_writes_and_shows_what_it_measured_and_leaves_the_run_alone(re
     assert any("data.mqar.length=64" in line for line in out.splitlines())
 
 
+@pytest.mark.scale
 def test_a_whole_split_of_bytes_and_a_text_from_it(text_run, capsys):
     loaded = restore(str(text_run), "latest", [("eval_batches", "0")])
     size = loaded.run.task.size("test")

@@ -117,6 +117,7 @@ LOWERED = CALLS | {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_lower_for_a_gpu(dtype):
     def pulled(values):

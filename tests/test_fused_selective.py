@@ -32,6 +32,7 @@ def values_and_gradients(run, x: dict) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf, np.float64) for name, leaf in (grads | dict(y=y, h=h)).items()}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("L", "P", "documents"),
     [(64, 1, False), (100, 1, True), (300, 4, False), (257, 2, True)],
@@ -57,6 +58,7 @@ def test_rows_are_parted_until_the_chip_is_full():
     assert op.parts(1, 65_536, 2048) == 16 and op.parts(1, 512, 2048) == 1
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_lower_for_a_gpu(dtype):
     x = {

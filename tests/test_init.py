@@ -62,6 +62,7 @@ def assert_same(a, b):
         np.testing.assert_array_equal(a[path], b[path], err_msg=path)
 
 
+@pytest.mark.scale
 def test_a_run_starts_from_anothers_parameters(source):
     for step in (2, 4):
         assert_same(started(("init.path", str(source)), ("init.step", str(step))), parameters(source, step))

@@ -39,6 +39,7 @@ def load(*overrides: tuple[str, str]):
 # From config to scores
 
 
+@pytest.mark.scale
 def test_scores_are_those_of_an_evaluation_at_that_length(tmp_path, capsys, monkeypatch):
     def without_room_at_24(run, length):
         other = at_length(run, length)

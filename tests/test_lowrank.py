@@ -184,6 +184,7 @@ def test_whole_rows_have_no_state(name):
             ask(1, 4)
 
 
+@pytest.mark.scale
 def test_sinkhorn_is_its_papers_definition():
     """Sums of blocks, two layers, Sinkhorn's normalisation, and attention to both blocks' keys at once."""
     b, tau = 4, 0.75

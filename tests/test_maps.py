@@ -358,6 +358,7 @@ def test_the_suite_writes_numbers_within_their_bounds_and_pictures(attention_run
     assert ["equal", f"{equal['uniform']:.4f}"] in [line[:2] for line in lines]
 
 
+@pytest.mark.scale
 @one_run
 def test_a_prompt_is_looked_at_as_it_stands(attention_run):
     path, report = looked(attention_run, prompt="1 40 2 41 1")
@@ -385,6 +386,7 @@ def test_what_cannot_be_looked_at_is_refused(attention_run):
             SUITES["attention"](restore(str(attention_run), "latest", changes), **ASK | ask)
 
 
+@pytest.mark.scale
 @pytest.mark.few(1)
 @one_run
 def test_layers_without_attention_have_a_rank_and_no_map(hybrid_run, capsys):

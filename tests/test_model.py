@@ -248,7 +248,7 @@ RIGHT_PADDED = [
 ]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("settings", "asked"), RIGHT_PADDED, ids=str)
 def test_padding_told_to_be_behind_the_rows_changes_no_answer(settings, asked):
     """In float64, where rounding does not hide a difference."""

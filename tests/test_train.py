@@ -167,6 +167,7 @@ def test_schedules():
     assert optim.schedule(config | dict(schedule="constant"), 20)(15) == 2.0
 
 
+@pytest.mark.scale
 def test_accumulation_equals_the_whole_batch():
     whole, _ = one_step(load())
     parts, _ = one_step(load(("optim.accumulate", "2")))
@@ -286,6 +287,7 @@ def test_early_stop_and_finished_runs(tmp_path, capsys):
     assert "finished already" in capsys.readouterr().out
 
 
+@pytest.mark.scale
 def test_resuming_with_another_config(tmp_path, capsys):
     train(load(*SHORT), str(tmp_path))
     with pytest.raises(UserError, match=r"optim\.lr"):

@@ -11,7 +11,7 @@ from experiments.measurements import speed
 from experiments.measurements.speed import Contender, Setting
 from model import placement
 from model.errors import UserError, choose
-from model.ops.ssd import AMPERE
+from model.ops.fused import AMPERE
 
 HEADS, SIZE, DTYPE = 16, 128, "bfloat16"
 SHAPES = {"2x8192": (2, 8192), "1x65536": (1, 65_536)}  # rows x tokens

@@ -17,7 +17,9 @@ from model.mixers import MIXERS
 from model.ops import attention as op
 from model.ops.attention import Bias, attention
 from model.ops.mask import CAUSAL, FULL, Mask, Prefix, window
+from model.ops.patterns import Chunk
 from model.positions import POSITIONS
+from model.positions.score_bias import ALiBiBias
 from tests import meshes, zoo
 from tests.meshes import laid, lowered, mesh_of
 from tests.test_attention import slope
@@ -148,16 +150,20 @@ def mask_of(some) -> Mask:
     mask = FULL if "bidirectional" in some else CAUSAL
     if "window" in some:
         mask = mask & window(40)
+    if "uneven blocks" in some:
+        mask = mask & Chunk(40)
     return mask | Prefix(7) if "pattern" in some else mask
 
 
 # Every way in which a call may differ from the plainest
 FEATURES = {
-    **dict.fromkeys(("window", "bidirectional", "pattern"), lambda n, H: {}),  # which `mask_of` brings
+    **dict.fromkeys(("window", "bidirectional", "pattern", "uneven blocks"), lambda n, H: {}),  # `mask_of` brings them
     "segments": lambda n, H: dict.fromkeys(("q_segments", "k_segments"), np.ones((1, n), np.int32)),
     "padding": lambda n, H: FEATURES["segments"](n, H) | dict(right_padded=True),  # which segments then are
-    "positions": lambda n, H: dict.fromkeys(("q_positions", "k_positions"), np.arange(n, dtype=np.int32)[None]),
-    "bias": lambda n, H: dict(bias=Bias(np.ones(H, np.float32), slope, ("heads",))),
+    "positions": lambda n, H: FEATURES["gaps"](n, H) | dict(gapless=True),
+    "gaps": lambda n, H: dict.fromkeys(("q_positions", "k_positions"), np.arange(n, dtype=np.int32)[None]),
+    "bias": lambda n, H: dict(bias=Bias({"m": np.ones(H, np.float32)}, ALiBiBias(), {"m": ("heads",)})),
+    "other bias": lambda n, H: dict(bias=Bias(np.ones(H, np.float32), slope, ("heads",))),
     "soft cap": lambda n, H: dict(soft_cap=3.0),
     "sinks": lambda n, H: dict(sinks=np.zeros(H, np.float32)),
     "additive": lambda n, H: dict(additive=np.ones((H, 16), np.float32)),

@@ -30,7 +30,7 @@ def float64():
 @pytest.fixture
 def small_blocks(monkeypatch):
     monkeypatch.setattr(op, "BLOCK", {"head": 8, "channel": 6})
-    monkeypatch.setattr(op, "BLOCKS", 3)
+    monkeypatch.setattr(op, "FEW", 3)
 
 
 def unit(x, eps=0.0):
@@ -82,6 +82,19 @@ def test_products_are_the_loop(float64, small_blocks, decay, form):
     slow, fast = both(run, arrays)
     assert_same(slow, fast, within=1e-11)
     assert_same(loop(**jax.device_get(arrays), keep=keep), fast[1], within=1e-11)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_blocks_may_be_gone_through_at_once(float64, small_blocks, monkeypatch, form):
+    """As on chips that do much at once: two chunks of five blocks."""
+    monkeypatch.setattr(op, "blocks", lambda *sizes: 5)
+    L = 47
+    arrays, keep = arrays_of(L, "channel", form), np.random.default_rng(1).random((B, L)) > 0.05
+
+    def run(implementation, **arrays):
+        return delta_rule(**arrays, keep=jnp.asarray(keep), implementation=implementation)
+
+    assert_same(*both(run, arrays), within=1e-11)
 
 
 @pytest.mark.parametrize("decay", DECAYS)

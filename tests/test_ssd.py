@@ -12,6 +12,7 @@ from model.mixers.mamba2 import Mamba2
 from model.mixers.rwkv import wkv
 from model.mixers.rwkv6 import RWKV6
 from model.ops import decays as op
+from model.ops import fused_channels, matrix_state
 from model.ops import ssd as ssd_op
 from model.ops import wkv as wkv_op
 from model.ops.decays import spans
@@ -217,6 +218,17 @@ def test_heads_of_any_decay(length, x64, within):
     for i in range(heads):
         for a, b in zip(head(slow, i), head(fast, i), strict=True):
             assert np.isfinite(b).all() and zoo.far(b, a) < within
+
+
+def test_rwkv6_in_the_kernels_of_linear_attention(monkeypatch):
+    """Interpreted: outputs, last state and every gradient, in documents, from a state that is not empty."""
+    monkeypatch.setattr(matrix_state, "lacking", lambda k, v: [])
+    monkeypatch.setattr(fused_channels, "fused_channels", partial(fused_channels.fused_channels, interpret=True))
+    tokens = (B, 63, 3, 4)
+    arrays = normal(r=tokens, k=tokens, v=tokens, w=tokens, u=(3, 4), h0=(B, 3, 4, 4))
+    arrays["w"] = -jnp.exp(2 * arrays["w"])
+    keep = cuts(63).at[0, -1].set(False).at[1, 0].set(False)
+    assert_same(*both(lambda **arrays: wkv_op.wkv6(**arrays, keep=keep), arrays, fast=None), within=1e-5)
 
 
 def test_memory_is_that_of_chunks_and_not_of_matrices():

@@ -13,6 +13,7 @@ of its halves. The decay between two tokens is that up to a boundary between the
 `model.ops.wkv`: nothing is divided by a decay. The backward pass keeps the inputs and a state a chunk.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from model import placement
 from model.errors import choose
 from model.ops.decays import FORGET, in_chunks
 from model.ops.fused import SIDES, needs_unmet, refuse
@@ -30,7 +32,8 @@ from model.ops.wkv import meetings
 Array = jax.Array
 Tokens = dict[str, Array]  # q, k, v, perhaps w, and beta or a and b; [..., K], of beta and a head's w [...]
 BLOCK = {"head": 64, "channel": 16}  # Q, by what decays alone
-BLOCKS = 4  # M
+FEW = 4  # blocks of a chunk that are gone through one by one, M
+ROOM = 2**24  # numbers that maps of a chunk's states may take where its blocks are gone through at once
 
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 times = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
@@ -136,21 +139,47 @@ def run_chunk(h: Array, tokens: Tokens) -> tuple[Array, Array]:
     found_to_end, added = jnp.swapaxes(found * to_end, -1, -2), None
     if not delta:
         added = times(jnp.swapaxes(k * to_end, -1, -2), v)
-    before, said = [], []
-    for m in range(M):
-        before.append(h)
-        said.append(own[:, :, m] + times(of_past[:, :, m], h))
-        h = total[:, :, m] * h + times(found_to_end[:, :, m], said[-1])
-        h = h if delta else h + added[:, :, m]
-    y = times(late * to_token, jnp.stack(before, axis=2)) + times(seen(found), jnp.stack(said, axis=2))
+
+    def blocks_in_turn(h):
+        before = []
+        for m in range(M):
+            before.append(h)
+            said = own[:, :, m] + times(of_past[:, :, m], h)
+            h = total[:, :, m] * h + times(found_to_end[:, :, m], said)
+            h = h if delta else h + added[:, :, m]
+        return jnp.stack(before, axis=2), h
+
+    def blocks_at_once(h):
+        """Each maps the state to `A h + c`, and so do all of them up to one."""
+        A = jnp.eye(h.shape[2], dtype=h.dtype) * total + times(found_to_end, of_past)
+        c = times(found_to_end, own) if delta else times(found_to_end, own) + added
+        A, c = lax.associative_scan(composed, (A, c), axis=2)
+        after = times(A, h[:, :, None]) + c
+        return jnp.concatenate([h[:, :, None], after[:, :, :-1]], axis=2), after[:, :, -1]
+
+    before, h = (blocks_in_turn if M <= FEW else blocks_at_once)(h)
+    said = own + times(of_past, before)
+    y = times(late * to_token, before) + times(seen(found), said)
     return h, y if delta else y + times(seen(k), v)
+
+
+def composed(first: tuple[Array, Array], second: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The map `h -> A h + c` that is one after another."""
+    (A1, c1), (A2, c2) = first, second
+    return times(A2, A1), times(A2, c1) + c2
+
+
+def blocks(L: int, Q: int, h: Array) -> int:
+    """Of a chunk. A CPU does best with few; elsewhere many at once are worth the products of their maps."""
+    many = FEW if placement.platform() == "cpu" else max(FEW, ROOM // math.prod((*h.shape[:3], h.shape[2])))
+    return min(-(-L // Q), many)
 
 
 def chunks_in_turn(tokens: Tokens, h0: Array) -> tuple[Array, Array]:
     """Outputs and the last state on one device. The backward pass recomputes a chunk at a time."""
     L = tokens["q"].shape[1]
     Q = min(L, BLOCK["channel" if "w" in tokens and tokens["w"].ndim == 4 else "head"])
-    M = min(-(-L // Q), BLOCKS)
+    M = blocks(L, Q, h0)
 
     def chunks(x):  # a filled step has k = 0, beta or a = 0 and w = 0, which leaves the state as it was
         tiles = in_chunks(in_chunks(x, M * Q), Q, axis=2)
@@ -167,17 +196,13 @@ def chunked(tokens: Tokens, h0: Array, keep: Array | None) -> tuple[Array, Array
     if stretches(tokens["q"].shape[1]) == 1:
         return chunks_in_turn(tokens, h0)
 
-    def combine(first, second):
-        (A1, c1), (A2, c2) = first, second
-        return times(A2, A1), times(A2, c1) + c2
-
     def stretch(tokens, h0, names):
         """It does `h -> A h + c` to any state, and so do its outputs; run once, A is what becomes of the identity."""
         K = h0.shape[2]
         empty = jnp.broadcast_to(jnp.eye(K, dtype=h0.dtype), (*h0.shape[:2], K, K)), jnp.zeros_like(h0)
         y, end = chunks_in_turn(tokens, jnp.concatenate(empty, axis=-1))
         A, c = end[..., :K], end[..., K:]
-        before = of_earlier(combine, (A, c), empty, names)
+        before = of_earlier(composed, (A, c), empty, names)
         start = times(before[0], h0) + before[1]
         y = y[..., K:] + einsum("blhk,bhkp->blhp", y[..., :K], start)
         return y, of_last(times(A, start) + c, names)

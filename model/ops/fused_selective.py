@@ -34,10 +34,15 @@ def fetched(see: Refs, first: Array, names: tuple[str, ...]) -> list[dict[str, A
     """The next U tokens. All are asked for before the first is waited for."""
 
     def token(t: Array) -> dict[str, Array]:
-        rows = {name: see[name][t, :].astype(jnp.float32) for name in names}
+        rows = {name: (column(see[name], t) if name in "BC" else see[name][t, :]).astype(jnp.float32) for name in names}
         return rows | ({"keep": see["keep"][t]} if "keep" in see else {})
 
     return [token(first + i) for i in range(U)]
+
+
+def column(ref: Any, t: Array) -> Array:
+    """A row of `[L / P, N]` as `[N, F]`, read by each thread for itself: it never goes through shared memory."""
+    return ref[t, lax.broadcasted_iota(jnp.int32, (ref.shape[1], F), 0)]
 
 
 def decay(A: Array, token: dict[str, Array]) -> Array:
@@ -47,7 +52,7 @@ def decay(A: Array, token: dict[str, Array]) -> Array:
 
 
 def stepped(a: Array, h: Array, token: dict[str, Array]) -> Array:
-    return a * h + (token["dt"] * token["x"])[None, :] * token["B"][:, None]
+    return a * h + (token["dt"] * token["x"])[None, :] * token["B"]
 
 
 def outputs_kernel(see: Refs, *made, tokens: int, out: bool):
@@ -65,7 +70,7 @@ def outputs_kernel(see: Refs, *made, tokens: int, out: bool):
             for t, token in enumerate(fetched(see, first, names)):
                 h = stepped(decay(A, token), h, token)
                 if out:
-                    made[0][first + t, :] = jnp.sum(h * token["C"][:, None], axis=0).astype(made[0].dtype)
+                    made[0][first + t, :] = jnp.sum(h * token["C"], axis=0).astype(made[0].dtype)
             return h
 
         return lax.fori_loop(0, Q // U, some, h)
@@ -80,7 +85,7 @@ def adjoints_kernel(see: Refs, start, *, tokens: int):
 
     def some(i, g):
         for token in reversed(fetched(see, tokens - (i + 1) * U, ("dt", "C", "dy"))):
-            g = decay(A, token) * (g + token["C"][:, None] * token["dy"][None, :])
+            g = decay(A, token) * (g + token["C"] * token["dy"][None, :])
         return g
 
     start[...] = lax.fori_loop(0, tokens // U, some, jnp.zeros(A.shape, jnp.float32))
@@ -118,10 +123,10 @@ def gradients_kernel(see: Refs, dx, d_dt, dB, dC, dA, start, scratch, *, tokens:
             for t in reversed(range(U)):
                 token, (a, before) = some[t], known[t]
                 x, dt, B, dy = (token[name] for name in ("x", "dt", "B", "dy"))
-                g = g + token["C"][:, None] * dy[None, :]
+                g = g + token["C"] * dy[None, :]
                 dC[first + t, :] = jnp.sum(h * dy[None, :], axis=1)
                 dB[first + t, :] = jnp.sum(g * (dt * x)[None, :], axis=1)
-                by_input = jnp.sum(g * B[:, None], axis=0)
+                by_input = jnp.sum(g * B, axis=0)
                 g = g * a
                 by_rate = g * before
                 dx[first + t, :] = (dt * by_input).astype(dx.dtype)

@@ -18,6 +18,7 @@ from jax import lax
 
 from model.errors import choose
 from model.ops.decays import FORGET, in_chunks
+from model.ops.fused import refuse
 from model.ops.stretches import handed_on, on_stretches, stretches
 
 Array = jax.Array
@@ -27,15 +28,24 @@ CHUNK = 64  # tokens whose products the backward pass holds at once
 einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
-def sequential(r: Array, k: Array, v: Array, w: Array, h0: Array) -> tuple[Array, Array]:
+def forgetting(r: Array, w: Array, keep: Array | None) -> tuple[Array, Array]:
+    """Tokens that read nothing of the past, and leave nothing of it, where it is not kept."""
+    if keep is None:
+        return r, w
+    keep = keep[..., None, None]
+    return jnp.where(keep, r, 0), jnp.where(keep, w, FORGET)
+
+
+def sequential(r: Array, k: Array, v: Array, w: Array, h0: Array, keep: Array | None = None) -> tuple[Array, Array]:
     """One token after another: the definition."""
+    r, w = forgetting(r, w, keep)
 
     def step(h, token):
         r, k, v, w = token
         y = einsum("bhk,bhkv->bhv", r, h)
         return jnp.exp(w)[..., None] * h + k[..., None] * v[..., None, :], y
 
-    h, y = lax.scan(step, h0, tuple(jnp.swapaxes(x, 0, 1) for x in (r, k, v, w)))
+    h, y = lax.scan(step, h0, tuple(jnp.swapaxes(x, 0, 1).astype(h0.dtype) for x in (r, k, v, w)))
     return jnp.swapaxes(y, 0, 1), h
 
 
@@ -85,8 +95,10 @@ def run_chunk(h: Array, tokens: tuple[Array, ...]) -> tuple[Array, Array]:
     return h, past + einsum("bhmij,bhmjv->bhmiv", weights, v)
 
 
-def chunked(r: Array, k: Array, v: Array, w: Array, h0: Array) -> tuple[Array, Array]:
+def chunked(r: Array, k: Array, v: Array, w: Array, h0: Array, keep: Array | None = None) -> tuple[Array, Array]:
     """Products within a chunk, one chunk after another, and states from device to device that share the length."""
+    r, w = forgetting(r, w, keep)
+    r, k, v = (x.astype(w.dtype) for x in (r, k, v))
     if stretches(v.shape[1]) == 1:
         return chunks_in_turn(run_chunk, h0, r, k, v, w)
 
@@ -112,7 +124,23 @@ def chunks_in_turn(run: Callable, h0: Array, *tokens: Array) -> tuple[Array | No
     return None if y is None else jnp.transpose(y, (1, 0, 3, 4, 2, 5)).reshape(B, -1, H, y.shape[-1])[:, :L], h
 
 
-IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked}
+def fused(r: Array, k: Array, v: Array, w: Array, h0: Array, keep: Array | None) -> tuple[Array, Array]:
+    """In the kernels of linear attention, on GPUs: a token reads the state that its predecessor left, so that it is
+    given its predecessor's key, value and decay."""
+    from model.ops import matrix_state  # here: it is made of this file's products
+
+    refuse("wkv6", matrix_state.lacking(k, v))
+
+    def earlier(x, first):
+        return jnp.concatenate([jnp.full_like(x[:, :1], first), x[:, :-1]], axis=1)
+
+    r, kept = forgetting(r, w, keep)[0], None if keep is None else earlier(keep, True)
+    y, h = matrix_state.fused(r, *(earlier(x, 0) for x in (k, v, w)), h0, kept)
+    left = jnp.exp(w[:, -1]) if keep is None else jnp.where(keep[:, -1, None, None], jnp.exp(w[:, -1]), 0)
+    return y.astype(h0.dtype), left[..., None] * h + k[:, -1, ..., None].astype(h.dtype) * v[:, -1, :, None, :]
+
+
+IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked, "fused": fused}
 
 
 def wkv6(
@@ -131,13 +159,11 @@ def wkv6(
     r, k, v, w: [B, L, H, K], w negative and wide; u: [H, K]; h0: [B, H, K, K]; keep: [B, L], false where the past is
     forgotten. A step with k = 0 and w = 0 leaves the state as it was.
     """
+    from model.ops import matrix_state  # here: it is made of this file's products
+
     if implementation is None:
-        implementation = "sequential" if v.shape[1] == 1 else "chunked"
+        implementation = matrix_state.best(k, v)
     run = choose("wkv6 implementation", implementation, IMPLEMENTATIONS)
-    r, k, v = (x.astype(w.dtype) for x in (r, k, v))
-    now = jnp.sum(r * k * u, axis=-1, keepdims=True) * v
-    if keep is not None:
-        keep = keep[..., None, None]
-        r, w = jnp.where(keep, r, 0), jnp.where(keep, w, FORGET)
-    y, h = run(r, k, v, w, h0)
+    now = jnp.sum(u * r * k, axis=-1, keepdims=True) * v
+    y, h = run(r, k, v, w, h0, keep)
     return y + now, h

@@ -9,8 +9,9 @@ afterwards, in one order. Letters beside the project's own: P parts, Q tokens of
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,26 +24,55 @@ from model.ops.fused_state import Refs, launch
 
 Array = jax.Array
 
-F = 32  # channels of a program, one of each thread of a warp
-Q, U = 64, 4  # tokens of a chunk; of them, those that are fetched, and then run through, together
-ENOUGH = 1024  # programs that fill a chip
+class Shape(NamedTuple):
+    """Of a kernel's work."""
+
+    F: int  # channels of a program
+    U: int  # tokens that are fetched, and then run through, together
+    enough: int  # programs that fill a chip
+    ahead: bool
+    alone: bool
+
+
+OUT, BACK = Shape(32, 4, 2048, False, True), Shape(32, 4, 1024, False, False)
+Q = 64  # tokens of a chunk
 PARAMS = (1, 1)  # warps and stages
 LOG2_E = math.log2(math.e)
 
 
-def fetched(see: Refs, first: Array, names: tuple[str, ...]) -> list[dict[str, Array]]:
+def walk(n: int, fetch: Callable[[Any], Any], step: Callable, carry: Any, ahead: bool) -> Any:
+    """A loop that asks for what its next round needs before it works on what this one does."""
+    if not ahead:
+        return lax.fori_loop(0, n, lambda i, carry: step(i, fetch(i), carry), carry)
+
+    def body(i, both):
+        carry, now = both
+        later = fetch(jnp.minimum(i + 1, n - 1))
+        return step(i, now, carry), later
+
+    return lax.fori_loop(0, n, body, (carry, fetch(0)))[0]
+
+
+def fetched(see: Refs, first: Array, names: tuple[str, ...], shape: Shape) -> list[dict[str, Array]]:
     """The next U tokens. All are asked for before the first is waited for."""
 
     def token(t: Array) -> dict[str, Array]:
-        rows = {name: (column(see[name], t) if name in "BC" else see[name][t, :]).astype(jnp.float32) for name in names}
+        rows = {name: column(see[name], t, shape) if name in "BC" else see[name][t, :] for name in names}
         return rows | ({"keep": see["keep"][t]} if "keep" in see else {})
 
-    return [token(first + i) for i in range(U)]
+    return [token(first + i) for i in range(shape.U)]
 
 
-def column(ref: Any, t: Array) -> Array:
-    """A row of `[L / P, N]` as `[N, F]`, read by each thread for itself: it never goes through shared memory."""
-    return ref[t, lax.broadcasted_iota(jnp.int32, (ref.shape[1], F), 0)]
+def column(ref: Any, t: Array, shape: Shape) -> Array:
+    """A row of `[L / P, N]`, or `[N, F]`, read by each thread for itself: it never goes through shared memory."""
+    return ref[t, lax.broadcasted_iota(jnp.int32, (ref.shape[1], shape.F), 0)] if shape.alone else ref[t, :]
+
+
+def wide(token: dict[str, Array]) -> dict[str, Array]:
+    """A token's numbers in float32; B and C down the numbers of a state."""
+    token = {name: leaf.astype(jnp.float32) for name, leaf in token.items()}
+    down = {name: token[name][:, None] for name in "BC" if name in token and token[name].ndim == 1}
+    return token | down
 
 
 def decay(A: Array, token: dict[str, Array]) -> Array:
@@ -55,66 +85,71 @@ def stepped(a: Array, h: Array, token: dict[str, Array]) -> Array:
     return a * h + (token["dt"] * token["x"])[None, :] * token["B"]
 
 
-def outputs_kernel(see: Refs, *made, tokens: int, out: bool):
+def outputs_kernel(see: Refs, *made, tokens: int, out: bool, shape: Shape):
     """Through a part. x, dt: [L / P, F]; B, C: [L / P, N]; A, start: [N, F]. With `out`, y as x and the state at every
     chunk; last the state at the end."""
-    A, end = see["A"][...], made[-1]
+    A, end, U = see["A"][...], made[-1], shape.U
     names = ("x", "dt", "B", "C") if out else ("x", "dt", "B")
 
     def chunk(c, h):
         if out:
             made[1][c, :, :] = h
 
-        def some(i, h):
-            first = c * Q + i * U
-            for t, token in enumerate(fetched(see, first, names)):
+        def some(i, found, h):
+            for t, token in enumerate(map(wide, found)):
                 h = stepped(decay(A, token), h, token)
                 if out:
-                    made[0][first + t, :] = jnp.sum(h * token["C"], axis=0).astype(made[0].dtype)
+                    made[0][c * Q + i * U + t, :] = jnp.sum(h * token["C"], axis=0).astype(made[0].dtype)
             return h
 
-        return lax.fori_loop(0, Q // U, some, h)
+        return walk(Q // U, lambda i: fetched(see, c * Q + i * U, names, shape), some, h, shape.ahead)
 
     start = see["start"][...] if "start" in see else jnp.zeros(A.shape, jnp.float32)
     end[...] = lax.fori_loop(0, tokens // Q, chunk, start)
 
 
-def adjoints_kernel(see: Refs, start, *, tokens: int):
+def adjoints_kernel(see: Refs, start, *, tokens: int, shape: Shape):
     """What a part hands back to the state before it, were nothing behind it. dy: [L / P, F]; start: [N, F]."""
-    A = see["A"][...]
+    A, U = see["A"][...], shape.U
 
-    def some(i, g):
-        for token in reversed(fetched(see, tokens - (i + 1) * U, ("dt", "C", "dy"))):
+    def some(i, found, g):
+        for token in map(wide, reversed(found)):
             g = decay(A, token) * (g + token["C"] * token["dy"][None, :])
         return g
 
-    start[...] = lax.fori_loop(0, tokens // U, some, jnp.zeros(A.shape, jnp.float32))
+    def fetch(i):
+        return fetched(see, tokens - (i + 1) * U, ("dt", "C", "dy"), shape)
+
+    start[...] = walk(tokens // U, fetch, some, jnp.zeros(A.shape, jnp.float32), shape.ahead)
 
 
-def gradients_kernel(see: Refs, dx, d_dt, dB, dC, dA, start, scratch, *, tokens: int):
+def gradients_kernel(see: Refs, dx, d_dt, dB, dC, dA, start, scratch, *, tokens: int, shape: Shape):
     """As `outputs_kernel`, with dy: [L / P, F]; states: [L / P / Q, N, F]; end: [N, F], of the state behind the part.
 
     scratch: [Q / U, N, F], the states of the chunk at hand.
     """
-    A = see["A"][...]
+    A, U = see["A"][...], shape.U
     names = ("x", "dt", "B", "C", "dy")
 
     def chunk(c, carry):
         c = tokens // Q - 1 - c
 
-        def ahead(i, h):
+        def ahead(i, found, h):
             scratch[i, :, :] = h
-            for token in fetched(see, c * Q + i * U, ("x", "dt", "B")):
+            for token in map(wide, found):
                 h = stepped(decay(A, token), h, token)
             return h
 
-        lax.fori_loop(0, Q // U, ahead, see["states"][c, :, :])
+        def fetch(i):
+            return fetched(see, c * Q + i * U, ("x", "dt", "B"), shape)
 
-        def back(i, carry):
+        walk(Q // U, fetch, ahead, see["states"][c, :, :], shape.ahead)
+
+        def back(i, found, carry):
             g, dA = carry
             i = Q // U - 1 - i
             first = c * Q + i * U
-            some = fetched(see, first, names)
+            some = list(map(wide, found))
             h, known = scratch[i, :, :], []
             for token in some:
                 a = decay(A, token)
@@ -135,7 +170,10 @@ def gradients_kernel(see: Refs, dx, d_dt, dB, dC, dA, start, scratch, *, tokens:
                 h = before
             return g, dA
 
-        return lax.fori_loop(0, Q // U, back, carry)
+        def fetch_back(i):
+            return fetched(see, c * Q + (Q // U - 1 - i) * U, names, shape)
+
+        return walk(Q // U, fetch_back, back, carry, shape.ahead)
 
     zero = jnp.zeros(A.shape, jnp.float32)
     g, found = lax.fori_loop(0, tokens // Q, chunk, (see["end"][...] if "end" in see else zero, zero))
@@ -145,7 +183,7 @@ def gradients_kernel(see: Refs, dx, d_dt, dB, dC, dA, start, scratch, *, tokens:
 # What a program of the grid (channels, parts, rows) sees
 
 
-def by_channel(tokens: int) -> pl.BlockSpec:
+def by_channel(tokens: int, F: int) -> pl.BlockSpec:
     """Of `[B, L, E]`."""
     return pl.BlockSpec((None, tokens, F), lambda e, p, b: (b, p, e))
 
@@ -155,18 +193,18 @@ def by_number(tokens: int, N: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, tokens, N), lambda e, p, b: (b, p, 0))
 
 
-def of_part(*sizes: int) -> pl.BlockSpec:
+def of_part(F: int, *sizes: int) -> pl.BlockSpec:
     """Of `[B, P, ..., E]`."""
     return pl.BlockSpec((None, None, *sizes, F), lambda e, p, b: (b, p, *[0] * len(sizes), e))
 
 
-def seen(given: dict[str, Array | None], tokens: int) -> dict[str, tuple[Array | None, pl.BlockSpec]]:
+def seen(given: dict[str, Array | None], tokens: int, F: int) -> dict[str, tuple[Array | None, pl.BlockSpec]]:
     N = given["A"].shape[0]
-    blocks = dict.fromkeys(("x", "dt", "dy"), by_channel(tokens)) | dict.fromkeys("BC", by_number(tokens, N))
-    blocks |= dict.fromkeys(("start", "end"), of_part(N))
+    blocks = dict.fromkeys(("x", "dt", "dy"), by_channel(tokens, F)) | dict.fromkeys("BC", by_number(tokens, N))
+    blocks |= dict.fromkeys(("start", "end"), of_part(F, N))
     blocks["A"] = pl.BlockSpec((N, F), lambda e, p, b: (0, e))
     blocks["keep"] = pl.BlockSpec((None, tokens), lambda e, p, b: (b, p))
-    blocks["states"] = of_part(tokens // Q, N)
+    blocks["states"] = of_part(F, tokens // Q, N)
     return {name: (array, blocks[name]) for name, array in given.items()}
 
 
@@ -193,59 +231,61 @@ def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(7, 8))
-def fused(x, dt, A, B, C, h0, keep, P: int, interpret: bool) -> tuple[Array, Array]:
+def fused(x, dt, A, B, C, h0, keep, P: int | None, interpret: bool) -> tuple[Array, Array]:
     """As `fused_selective`, for whole chunks in each of P parts; A: [N, E], in units of log 2; h0: [B, N, E]; keep is a
     number."""
     return fused_forward(x, dt, A, B, C, h0, keep, P, interpret)[0]
 
 
 def fused_forward(x, dt, A, B, C, h0, keep, P, interpret):
-    (rows, L, E), N = x.shape, A.shape[0]
+    (rows, L, E), N, shape = x.shape, A.shape[0], OUT
+    P, F = P or parts(rows, L, E, shape), shape.F
     tokens, grid = L // P, (E // F, P, rows)
     given = dict(x=x, dt=dt, A=A, B=B, keep=keep)
-    end = (struct(rows, P, N, E), of_part(N))
+    end = (struct(rows, P, N, E), of_part(F, N))
     starts = h0[:, None]
     if P > 1:
-        kernel = partial(outputs_kernel, tokens=tokens, out=False)
-        (ends,) = launch(kernel, "selective_ends", grid, seen(given, tokens), [end], PARAMS, interpret)
+        kernel = partial(outputs_kernel, tokens=tokens, out=False, shape=shape)
+        (ends,) = launch(kernel, "selective_ends", grid, seen(given, tokens, F), [end], PARAMS, interpret)
         starts, _ = carried(ends, left_of_parts(dt, A, keep, P), h0)
     made = [
-        (struct(*x.shape, dtype=x.dtype), by_channel(tokens)),
-        (struct(rows, P, tokens // Q, N, E), of_part(tokens // Q, N)),
+        (struct(*x.shape, dtype=x.dtype), by_channel(tokens, F)),
+        (struct(rows, P, tokens // Q, N, E), of_part(F, tokens // Q, N)),
         end,
     ]
-    kernel = partial(outputs_kernel, tokens=tokens, out=True)
+    kernel = partial(outputs_kernel, tokens=tokens, out=True, shape=shape)
     given |= dict(C=C, start=starts)
-    y, states, ends = launch(kernel, "selective_outputs", grid, seen(given, tokens), made, PARAMS, interpret)
+    y, states, ends = launch(kernel, "selective_outputs", grid, seen(given, tokens, F), made, PARAMS, interpret)
     return (y, ends[:, -1]), (x, dt, A, B, C, keep, states)
 
 
 def fused_backward(P, interpret, saved, grads):
     x, dt, A, B, C, keep, states = saved
     dy, dh = grads
-    (rows, L, E), N = x.shape, A.shape[0]
+    (rows, L, E), N, shape = x.shape, A.shape[0], BACK
+    P, F = P or parts(rows, L, E, shape), shape.F
     tokens, grid = L // P, (E // F, P, rows)
     given = dict(dt=dt, A=A, C=C, dy=dy, keep=keep)
-    part = (struct(rows, P, N, E), of_part(N))
+    part = (struct(rows, P, N, E), of_part(F, N))
     ends = dh[:, None]
     if P > 1:
-        kernel = partial(adjoints_kernel, tokens=tokens)
-        (starts,) = launch(kernel, "selective_adjoints", grid, seen(given, tokens), [part], PARAMS, interpret)
+        kernel = partial(adjoints_kernel, tokens=tokens, shape=shape)
+        (starts,) = launch(kernel, "selective_adjoints", grid, seen(given, tokens, F), [part], PARAMS, interpret)
         ends, _ = carried(starts, left_of_parts(dt, A, keep, P), dh, reverse=True)
     sums = pl.BlockSpec((None, None, tokens, N), lambda e, p, b: (e, b, p, 0))
     made = [
-        (struct(*x.shape, dtype=x.dtype), by_channel(tokens)),
-        (struct(*x.shape, dtype=dt.dtype), by_channel(tokens)),
+        (struct(*x.shape, dtype=x.dtype), by_channel(tokens, F)),
+        (struct(*x.shape, dtype=dt.dtype), by_channel(tokens, F)),
         (struct(E // F, rows, L, N), sums),
         (struct(E // F, rows, L, N), sums),
         part,
         part,
-        (struct(rows, P, Q // U, N, E), of_part(Q // U, N)),
+        (struct(rows, P, Q // shape.U, N, E), of_part(F, Q // shape.U, N)),
     ]
-    kernel = partial(gradients_kernel, tokens=tokens)
-    given |= dict(x=x, B=B, states=states, end=ends)
+    kernel = partial(gradients_kernel, tokens=tokens, shape=shape)
+    given |= dict(x=x, B=B, states=states.reshape(rows, P, -1, N, E), end=ends)
     dx, d_dt, dB, dC, dA, starts, _ = launch(
-        kernel, "selective_gradients", grid, seen(given, tokens), made, PARAMS, interpret
+        kernel, "selective_gradients", grid, seen(given, tokens, F), made, PARAMS, interpret
     )
     dB, dC = (jnp.sum(parts, axis=0).astype(like.dtype) for parts, like in ((dB, B), (dC, C)))
     return dx, d_dt, jnp.sum(dA, axis=(0, 1)) / LOG2_E, dB, dC, starts[:, 0], None
@@ -254,10 +294,18 @@ def fused_backward(P, interpret, saved, grads):
 fused.defvjp(fused_forward, fused_backward)
 
 
-def parts(rows: int, L: int, E: int) -> int:
-    """As many as fill the chip, of a few chunks each."""
+def parts(rows: int, L: int, E: int, shape: Shape) -> int:
+    """As many as fill the chip, of a few whole chunks each."""
     P = 1
-    while rows * P * E // F < ENOUGH and L // (2 * P) >= 8 * Q:
+    while rows * P * E // shape.F < shape.enough and L % (2 * P * Q) == 0 and L // (2 * P) >= 8 * Q:
+        P *= 2
+    return P
+
+
+def whole(L: int) -> int:
+    """Parts that a row of this length is filled up for: a sixteenth more of it, at most."""
+    P = 1
+    while L >= 32 * P * Q and P < 64:
         P *= 2
     return P
 
@@ -276,17 +324,16 @@ def fused_selective(
     """Outputs `[B, L, E]` in x's dtype, and the last state, `[B, E, N]`.
 
     x, dt: [B, L, E]; A: [E, N]; B, C: [B, L, N]; h0: [B, E, N], wide; keep: [B, L], false where the past is forgotten.
-    F must divide E, and N be a power of two.
+    32 must divide E, and N be a power of two.
     """
     (rows, L, E), f = x.shape, jnp.float32
     (r,), (e,) = (placement.spec([name], [size]) for name, size in (("batch", rows), ("inner", E)))
-    P = P or parts(placement.held(("batch",), (rows,))[0], L, placement.held(("inner",), (E,))[0])
 
     def filled(leaf: Array | None, value: float = 0) -> Array | None:
         """With tokens that leave the state as it was."""
         if leaf is None:
             return None
-        edges = [(0, 0), (0, -L % (P * Q))] + [(0, 0)] * (leaf.ndim - 2)
+        edges = [(0, 0), (0, -L % ((P or whole(L)) * Q))] + [(0, 0)] * (leaf.ndim - 2)
         return jnp.pad(leaf, edges, constant_values=value)
 
     tokens, row = PartitionSpec(r, None, e), PartitionSpec(r)

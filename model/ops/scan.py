@@ -299,6 +299,8 @@ def selective_scan(
     h0: [B, E, N]; keep: [B, L], 0 where the past is forgotten. A step with dt = 0 leaves the state as it was.
     Implementations are those of `diagonal_scan`, and `fused`: kernels of its own, on GPUs.
     """
+    if implementation is None and x.shape[1] > 1 and not kernels_lack(x, A):
+        implementation = "fused"
     if implementation == "fused":
         refuse("scan", kernels_lack(x, A))
         from model.ops.fused_selective import fused_selective  # here: Pallas takes a second to load

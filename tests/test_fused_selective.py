@@ -54,8 +54,14 @@ def test_kernels_are_the_recurrence(L, P, documents):
 
 @pytest.mark.quick
 def test_rows_are_parted_until_the_chip_is_full():
-    assert op.parts(64, 2048, 2048) == 1 and op.parts(8, 2048, 2048) == 2
-    assert op.parts(1, 65_536, 2048) == 16 and op.parts(1, 512, 2048) == 1
+    def parts(*sizes):
+        return [op.cut(*sizes, shapes, None)[0] for shapes in (op.OUT, op.BACK)]
+
+    assert parts(8, 2048, 2048) == [1, 1] and parts(2, 2048, 2048) == [4, 4]
+    assert parts(1, 65_536, 2048) == [64, 32] and parts(1, 512, 2048) == [1, 1]
+    for L in (100, 2048, 5000, 65_537, 10**6):
+        filled = -(-L // (op.most_parts(L) * op.Q)) * op.most_parts(L) * op.Q
+        assert filled - L < max(op.Q, L / 16)
 
 
 @pytest.mark.few(1)

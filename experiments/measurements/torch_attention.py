@@ -1,10 +1,9 @@
 """Torch's attention on a GPU, as a peer to measure against; nothing where torch or the GPU is missing."""
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-
-import numpy as np
 
 from experiments.measurements.speed import Contender, Setting, compiled_torch, cuda_torch
 
@@ -30,12 +29,12 @@ def contenders(
     sinks = torch.zeros(heads, device="cuda", requires_grad=True)
 
     def t5_bucket(distance):
-        far = 16 + (torch.log(distance.clamp(min=1) / 16) / np.log(128 / 16) * 16).to(torch.int32)
+        far = 16 + (torch.log(distance.clamp(min=1) / 16) / math.log(128 / 16) * 16).to(torch.int32)
         return torch.where(distance < 16, distance, far.clamp(max=31))
 
     scores = {
         "alibi": lambda s, b, h, i, j: s - slopes[h] * (i - j),
-        "kerple": lambda s, b, h, i, j: s - np.log(2) * torch.log1p(np.log(2) * (i - j).abs()),  # as ours begins
+        "kerple": lambda s, b, h, i, j: s - math.log(2) * torch.log1p(math.log(2) * (i - j).abs()),  # as ours begins
         "t5": lambda s, b, h, i, j: s + table[t5_bucket((i - j).clamp(min=0)), h],
         "soft cap": lambda s, b, h, i, j: soft_cap * torch.tanh(s / soft_cap),
     }

@@ -24,26 +24,26 @@ from model.ops.fused_state import Refs, launch
 
 Array = jax.Array
 
+
 class Shape(NamedTuple):
     """Of a kernel's work."""
 
     F: int  # channels of a program
     U: int  # tokens that are fetched, and then run through, together
-    enough: int  # programs that fill a chip
-    ahead: bool
-    alone: bool
+    programs: int  # that fill a chip
 
 
-OUT, BACK = Shape(32, 4, 2048, False, True), Shape(32, 4, 1024, False, False)
+# Where a program for each row fills the chip, and where rows are parted. Tuned on an H200, for 8 rows of 2,048 tokens
+# and one of 65,536, both of 2,048 channels of 16 numbers.
+OUT = {"whole": Shape(16, 8, 1024), "parted": Shape(32, 2, 4096)}
+BACK = {"whole": Shape(16, 4, 1024), "parted": Shape(32, 2, 2048)}
 Q = 64  # tokens of a chunk
 PARAMS = (1, 1)  # warps and stages
 LOG2_E = math.log2(math.e)
 
 
-def walk(n: int, fetch: Callable[[Any], Any], step: Callable, carry: Any, ahead: bool) -> Any:
+def walk(n: int, fetch: Callable[[Any], Any], step: Callable, carry: Any) -> Any:
     """A loop that asks for what its next round needs before it works on what this one does."""
-    if not ahead:
-        return lax.fori_loop(0, n, lambda i, carry: step(i, fetch(i), carry), carry)
 
     def body(i, both):
         carry, now = both
@@ -57,22 +57,16 @@ def fetched(see: Refs, first: Array, names: tuple[str, ...], shape: Shape) -> li
     """The next U tokens. All are asked for before the first is waited for."""
 
     def token(t: Array) -> dict[str, Array]:
-        rows = {name: column(see[name], t, shape) if name in "BC" else see[name][t, :] for name in names}
+        rows = {name: see[name][t, :] for name in names}
         return rows | ({"keep": see["keep"][t]} if "keep" in see else {})
 
     return [token(first + i) for i in range(shape.U)]
 
 
-def column(ref: Any, t: Array, shape: Shape) -> Array:
-    """A row of `[L / P, N]`, or `[N, F]`, read by each thread for itself: it never goes through shared memory."""
-    return ref[t, lax.broadcasted_iota(jnp.int32, (ref.shape[1], shape.F), 0)] if shape.alone else ref[t, :]
-
-
 def wide(token: dict[str, Array]) -> dict[str, Array]:
     """A token's numbers in float32; B and C down the numbers of a state."""
     token = {name: leaf.astype(jnp.float32) for name, leaf in token.items()}
-    down = {name: token[name][:, None] for name in "BC" if name in token and token[name].ndim == 1}
-    return token | down
+    return token | {name: token[name][:, None] for name in "BC" if name in token}
 
 
 def decay(A: Array, token: dict[str, Array]) -> Array:
@@ -102,7 +96,7 @@ def outputs_kernel(see: Refs, *made, tokens: int, out: bool, shape: Shape):
                     made[0][c * Q + i * U + t, :] = jnp.sum(h * token["C"], axis=0).astype(made[0].dtype)
             return h
 
-        return walk(Q // U, lambda i: fetched(see, c * Q + i * U, names, shape), some, h, shape.ahead)
+        return walk(Q // U, lambda i: fetched(see, c * Q + i * U, names, shape), some, h)
 
     start = see["start"][...] if "start" in see else jnp.zeros(A.shape, jnp.float32)
     end[...] = lax.fori_loop(0, tokens // Q, chunk, start)
@@ -120,7 +114,7 @@ def adjoints_kernel(see: Refs, start, *, tokens: int, shape: Shape):
     def fetch(i):
         return fetched(see, tokens - (i + 1) * U, ("dt", "C", "dy"), shape)
 
-    start[...] = walk(tokens // U, fetch, some, jnp.zeros(A.shape, jnp.float32), shape.ahead)
+    start[...] = walk(tokens // U, fetch, some, jnp.zeros(A.shape, jnp.float32))
 
 
 def gradients_kernel(see: Refs, dx, d_dt, dB, dC, dA, start, scratch, *, tokens: int, shape: Shape):
@@ -143,7 +137,7 @@ def gradients_kernel(see: Refs, dx, d_dt, dB, dC, dA, start, scratch, *, tokens:
         def fetch(i):
             return fetched(see, c * Q + i * U, ("x", "dt", "B"), shape)
 
-        walk(Q // U, fetch, ahead, see["states"][c, :, :], shape.ahead)
+        walk(Q // U, fetch, ahead, see["states"][c, :, :])
 
         def back(i, found, carry):
             g, dA = carry
@@ -173,7 +167,7 @@ def gradients_kernel(see: Refs, dx, d_dt, dB, dC, dA, start, scratch, *, tokens:
         def fetch_back(i):
             return fetched(see, c * Q + (Q // U - 1 - i) * U, names, shape)
 
-        return walk(Q // U, fetch_back, back, carry, shape.ahead)
+        return walk(Q // U, fetch_back, back, carry)
 
     zero = jnp.zeros(A.shape, jnp.float32)
     g, found = lax.fori_loop(0, tokens // Q, chunk, (see["end"][...] if "end" in see else zero, zero))
@@ -238,8 +232,9 @@ def fused(x, dt, A, B, C, h0, keep, P: int | None, interpret: bool) -> tuple[Arr
 
 
 def fused_forward(x, dt, A, B, C, h0, keep, P, interpret):
-    (rows, L, E), N, shape = x.shape, A.shape[0], OUT
-    P, F = P or parts(rows, L, E, shape), shape.F
+    (rows, L, E), N = x.shape, A.shape[0]
+    P, shape = cut(rows, L, E, OUT, P)
+    F = shape.F
     tokens, grid = L // P, (E // F, P, rows)
     given = dict(x=x, dt=dt, A=A, B=B, keep=keep)
     end = (struct(rows, P, N, E), of_part(F, N))
@@ -262,8 +257,9 @@ def fused_forward(x, dt, A, B, C, h0, keep, P, interpret):
 def fused_backward(P, interpret, saved, grads):
     x, dt, A, B, C, keep, states = saved
     dy, dh = grads
-    (rows, L, E), N, shape = x.shape, A.shape[0], BACK
-    P, F = P or parts(rows, L, E, shape), shape.F
+    (rows, L, E), N = x.shape, A.shape[0]
+    P, shape = cut(rows, L, E, BACK, P)
+    F = shape.F
     tokens, grid = L // P, (E // F, P, rows)
     given = dict(dt=dt, A=A, C=C, dy=dy, keep=keep)
     part = (struct(rows, P, N, E), of_part(F, N))
@@ -294,16 +290,20 @@ def fused_backward(P, interpret, saved, grads):
 fused.defvjp(fused_forward, fused_backward)
 
 
-def parts(rows: int, L: int, E: int, shape: Shape) -> int:
-    """As many as fill the chip, of a few whole chunks each."""
-    P = 1
-    while rows * P * E // shape.F < shape.enough and L % (2 * P * Q) == 0 and L // (2 * P) >= 8 * Q:
-        P *= 2
-    return P
+def cut(rows: int, L: int, E: int, shapes: dict[str, Shape], P: int | None) -> tuple[int, Shape]:
+    """How many parts rows are cut into, as many as fill the chip, of a few whole chunks each; and a kernel's shape."""
+    whole, parted = shapes["whole"], shapes["parted"]
+    if P == 1 or (P is None and rows * E // whole.F >= whole.programs):
+        return 1, whole
+    if P is None:
+        P = 1
+        while rows * P * E // parted.F < parted.programs and L % (2 * P * Q) == 0 and L // (2 * P) >= 8 * Q:
+            P *= 2
+    return P, parted
 
 
-def whole(L: int) -> int:
-    """Parts that a row of this length is filled up for: a sixteenth more of it, at most."""
+def most_parts(L: int) -> int:
+    """Parts that a row of this length is filled up for; that makes it longer by a sixteenth at most."""
     P = 1
     while L >= 32 * P * Q and P < 64:
         P *= 2
@@ -333,7 +333,7 @@ def fused_selective(
         """With tokens that leave the state as it was."""
         if leaf is None:
             return None
-        edges = [(0, 0), (0, -L % ((P or whole(L)) * Q))] + [(0, 0)] * (leaf.ndim - 2)
+        edges = [(0, 0), (0, -L % ((P or most_parts(L)) * Q))] + [(0, 0)] * (leaf.ndim - 2)
         return jnp.pad(leaf, edges, constant_values=value)
 
     tokens, row = PartitionSpec(r, None, e), PartitionSpec(r)

@@ -1,5 +1,6 @@
 """Contenders side by side: time and memory, forward and with gradient, in one process and one run."""
 
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -7,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 from model.errors import UserError
 
@@ -76,6 +78,27 @@ def compiled(run: Callable, cotangent: Any, *args: Any) -> Contender:
         partial(gradient, cotangent, *args),
         lambda: gradient.memory_analysis().temp_size_in_bytes,
     )
+
+
+def compiled_twice(lower: Callable[[], jax.stages.Lowered]) -> tuple[jax.stages.Compiled, float, float]:
+    """A program; the seconds that it took, traced and compiled anew; and those with a compilation cache that has it."""
+    kept = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    seconds = []
+    with tempfile.TemporaryDirectory() as folder:
+        use_cache(folder, 0)
+        for _ in range(2):
+            jax.clear_caches()
+            start = time.perf_counter()
+            program = lower().compile()
+            seconds.append(time.perf_counter() - start)
+        use_cache(*kept)
+    return program, *seconds
+
+
+def use_cache(folder: str | None, least_seconds: float) -> None:
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
+    compilation_cache.reset_cache()
 
 
 def compiled_bytes(step: jax.stages.Compiled) -> int:

@@ -1,0 +1,111 @@
+"""How long a training step takes, in how much memory, and how long it is compiled: ours in several forms, and a peer's.
+
+The peer is Hugging Face's Llama of the same size, where torch and transformers are installed: compiled on a GPU, with a
+fused AdamW, and as it comes on a CPU.
+"""
+
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+
+from data import pipeline
+from experiments.measurements import torch_step
+from experiments.measurements.overhead import step_alone
+from experiments.measurements.speed import compiled_bytes, compiled_twice
+from model.errors import UserError, out_of_memory
+from train import config as configs
+from train.run import prepare
+from train.sharding import put_batch
+
+Row = dict[str, Any]
+GIB = 2**30
+
+FORMS = {  # of the stack of layers: what is asked for beside the config
+    "unrolled": [("model.scan", "False")],
+    "looped": [("model.scan", "True")],
+    "looped, recomputed": [("model.scan", "True"), ("model.remat", "True")],
+}
+# case, arguments of its config, and the forms in which it is measured
+CASES = {
+    "gpu": [
+        ("attention", "configs/step_speed.py:rows=16,length=2048", FORMS),
+        ("attention", "configs/step_speed.py:rows=2,length=16384", FORMS),
+        ("mamba", "configs/step_speed.py:arch=mamba,rows=16,length=2048", FORMS),
+        ("mamba2", "configs/step_speed.py:arch=mamba2,rows=16,length=2048", FORMS),
+    ],
+    "cpu": [
+        ("attention", "configs/step_speed.py:size=64,rows=64,length=64", ("looped",)),
+        ("attention", "configs/step_speed.py:size=128,rows=16,length=256", ("looped",)),
+        ("attention", "configs/step_speed.py:size=128,rows=4,length=1024", ("looped",)),
+        ("mamba", "configs/step_speed.py:arch=mamba,size=64,rows=64,length=64", ("looped",)),
+    ],
+}
+STEPS = {"gpu": 10, "cpu": 3}  # of a round
+FIGURES = {
+    "step_ms": "ms a step",
+    "tokens_per_s": "tokens/s",
+    "memory_gib": "GiB",
+    "compile_s": "s to compile",
+    "compile_again_s": "s from the cache",
+}
+
+
+def measure(rounds: int) -> Iterator[Row]:
+    """A row per case and form; one that breaks down says so in its row."""
+    place = "cpu" if jax.default_backend() == "cpu" else "gpu"
+    for case, spec, forms in CASES[place]:
+        config = configs.load(spec)
+        setting = dict(case=case, batch=config.batch_size, length=config.data.copying.length, width=config.model.width)
+        contenders = {f"longview {form}": partial(ours, spec, FORMS[form], STEPS[place]) for form in forms}
+        contenders |= torch_step.contenders(config, STEPS[place]) if case == "attention" else {}
+        for name, enter in contenders.items():
+            yield setting | dict(contender=name) | row_of(enter, rounds, setting["batch"] * setting["length"])
+            gc.collect()  # what it held on the device
+
+
+def row_of(enter: Callable[[], tuple[Iterator[float], Row]], rounds: int, tokens: int) -> Row:
+    """`enter` gives seconds a step, again and again, and what else there is to say."""
+    try:
+        seconds, found = enter()
+        next(seconds)  # the first steps find nothing warm
+        best = min(next(seconds) for _ in range(rounds))
+    except UserError:
+        raise
+    except Exception as error:  # a peer that cannot compile, or a form that does not fit
+        return dict(error=out_of_memory(error) or f"{type(error).__name__}: {error}".splitlines()[0][:200])
+    return dict(step_ms=1e3 * best, tokens_per_s=tokens / best) | found
+
+
+def ours(spec: str, form: list[tuple[str, str]], steps: int) -> tuple[Iterator[float], Row]:
+    run = prepare(configs.load(spec, form))
+    c = run.config
+    batch = put_batch(pipeline.Batch(run.task, c.data.seed, "train", c.batch_size, 0), run.batch_sharding)
+    step, cold, warm = compiled_twice(lambda: run.train_step.lower(run.abstract, batch))
+    found = dict(memory_gib=compiled_bytes(step) / GIB, compile_s=cold, compile_again_s=warm, params=run.params)
+    return step_alone(replace(run, train_step=step), steps), found
+
+
+def sentence(row: Row) -> str:
+    known = {key: title for key, title in FIGURES.items() if key in row}
+    figures = row.get("error") or ", ".join(f"{figure(row, key)} {title}" for key, title in known.items())
+    return f"{row['case']}, {row['batch']} x {row['length']}, {row['contender']}: {figures}"
+
+
+def figure(row: Row, key: str) -> str:
+    if key not in row:
+        return "failed" if "error" in row else ""
+    return f"{row[key]:,.0f}" if key == "tokens_per_s" else f"{row[key]:.1f}"
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown: a line per case and form."""
+    titles = ["case", "batch", "length", "width", "contender", *FIGURES.values()]
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    for row in rows:
+        named = [row["case"], *(f"{row[key]:,}" for key in ("batch", "length", "width")), row["contender"]]
+        lines.append("| " + " | ".join(named + [figure(row, key) for key in FIGURES]) + " |")
+    return "\n".join(lines) + "\n"

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from model.backbone import Backbone
 from model.contract import State
 from model.errors import UserError
-from model.heads import TokenHead
+from model.heads import Answers, TokenHead
 from model.layers import Embed, norm
+from model.ops.cross_entropy import Targets
 from model.source_target import divide, only_asked
 
 
@@ -49,10 +50,12 @@ class EncoderDecoder(nn.Module):
         source_segments: jax.Array | None = None,
         train: bool = False,
         right_padded: bool = False,
-    ) -> tuple[jax.Array, State]:
+        targets: Targets | None = None,
+    ) -> tuple[Answers, State]:
         """Logits `[B, T, V]`, or `[B, Q, V]` at the positions `at`; and the state after these tokens.
 
-        `right_padded`: all segments hold one document a row, and padding behind it.
+        Where targets of that shape are given, their scores take the logits' place. `right_padded`: all segments hold
+        one document a row, and padding behind it.
         """
         embed = Embed(self.vocab_size, self.width, self.embed_init, self.dtype, name="embed")
         encoder, decoder, head = self.encoder(name="encoder"), self.decoder(name="decoder"), self.head(name="head")
@@ -76,8 +79,8 @@ class EncoderDecoder(nn.Module):
                 memory = norm(head.norm, self.dtype, "encoder_norm", head.norm_eps)(memory)
         past = None if state is None else state["decoder" if has_read else "unread"]
         x, past = decoder(embedded(tokens), segments, past, memory, source_segments, train, right_padded)
-        logits = head(x, segments, None if at is None else jnp.maximum(at, 0), embed)
-        return only_asked(logits, at), None if state is None else dict(decoder=past)
+        found = head(x, segments, None if at is None else jnp.maximum(at, 0), embed, targets)
+        return only_asked(found, at), None if state is None else dict(decoder=past)
 
     def sides(self) -> tuple[Backbone, Backbone]:
         """Encoder and decoder, unbound: good for questions that need no parameters."""

@@ -1,4 +1,4 @@
-"""Heads: what is read off a backbone's vectors. Logits, in float32 at least whatever the dtype."""
+"""Heads: what is read off a backbone's vectors. Logits, in float32 at least whatever the dtype, or what they cost."""
 
 from typing import Any, ClassVar
 
@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import wide
-from model.layers import Embed, dense, norm
+from model.layers import Embed, Unembed, dense, norm
 from model.mlps.mlp import FORMS
+from model.ops.cross_entropy import Readout, Scores, Targets, scores, vocabulary_logits, vocabulary_scores
 from model.positions.added import Sinusoidal
+
+Answers = jax.Array | Scores  # logits, or what they cost where targets are given
 
 
 class Head(nn.Module):
@@ -23,16 +26,27 @@ class Head(nn.Module):
     of_row: ClassVar[bool] = False  # whether its answer is of a whole row
 
     def __call__(
-        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
-    ) -> jax.Array:
-        """An answer to every vector of x `[B, L, D]`, to those at the positions `at` `[B, Q]`, or to each row."""
+        self,
+        x: jax.Array,
+        segments: jax.Array | None,
+        at: jax.Array | None,
+        embed: Embed | None,
+        targets: Targets | None = None,
+    ) -> Answers:
+        """An answer to every vector of x `[B, L, D]`, to those at the positions `at` `[B, Q]`, or to each row.
+
+        Of a head that chooses, it is the logits of the choices, or, where targets are given, their scores.
+        """
         raise NotImplementedError
 
     def normed(self, x: jax.Array, name: str = "norm") -> jax.Array:
         return x if self.norm == "none" else norm(self.norm, self.dtype, name, self.norm_eps)(x)
 
-    def linear(self, x: jax.Array, features: int, axis: str | None, name: str, bias: bool = True) -> jax.Array:
-        return dense(features, ("embed", axis), self.dtype, name, bias=bias, out=wide(self.dtype))(x)
+    def linear(self, x: jax.Array, features: int, name: str) -> jax.Array:
+        return dense(features, ("embed", None), self.dtype, name, bias=True, out=wide(self.dtype))(x)
+
+    def choice(self, x: jax.Array, targets: Targets | None) -> Answers:
+        return scored(self.linear(x, self.n_classes, "classes"), targets)
 
 
 class TokenHead(Head):
@@ -47,19 +61,24 @@ class TokenHead(Head):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
-    ) -> jax.Array:
+        self,
+        x: jax.Array,
+        segments: jax.Array | None,
+        at: jax.Array | None,
+        embed: Embed | None,
+        targets: Targets | None = None,
+    ) -> Answers:
         x = at_positions(x, at)  # before the unembedding, which costs V per position
         if self.map_to != "none":
             x = dense(x.shape[-1], ("embed", None), self.dtype, "map", bias=True)(x)
             x = FORMS[self.map_to].keywords["activation"](x)
         x = self.normed(x)
-        logits = embed.attend(x) if self.tied else self.linear(x, self.vocab_size, "vocab", "unembed", bias=False)
+        unembed = embed if self.tied else Unembed(self.vocab_size, x.shape[-1], self.dtype, name="unembed")
+        bias = None
         if self.bias:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("vocab",))
-            logits = logits + self.param("unembed_bias", zeros, (self.vocab_size,), wide(self.dtype))
-        logits = logits if self.scale == 1 else self.scale * logits
-        return self.soft_cap * jnp.tanh(logits / self.soft_cap) if self.soft_cap else logits
+            bias = self.param("unembed_bias", zeros, (self.vocab_size,), wide(self.dtype))
+        return over_vocabulary(x.astype(self.dtype), unembed, bias, Readout(self.scale, self.soft_cap), targets)
 
 
 class ClassHead(Head):
@@ -72,9 +91,14 @@ class ClassHead(Head):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
-    ) -> jax.Array:
-        return self.linear(self.normed(pooled(x, segments, self.pool)), self.n_classes, None, "classes")
+        self,
+        x: jax.Array,
+        segments: jax.Array | None,
+        at: jax.Array | None,
+        embed: Embed | None,
+        targets: Targets | None = None,
+    ) -> Answers:
+        return self.choice(self.normed(pooled(x, segments, self.pool)), targets)
 
 
 class LabelHead(Head):
@@ -84,9 +108,14 @@ class LabelHead(Head):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
-    ) -> jax.Array:
-        return self.linear(self.normed(at_positions(x, at)), self.n_classes, None, "classes")
+        self,
+        x: jax.Array,
+        segments: jax.Array | None,
+        at: jax.Array | None,
+        embed: Embed | None,
+        targets: Targets | None = None,
+    ) -> Answers:
+        return self.choice(self.normed(at_positions(x, at)), targets)
 
 
 class DecodedHead(Head):
@@ -99,14 +128,19 @@ class DecodedHead(Head):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
-    ) -> jax.Array:
+        self,
+        x: jax.Array,
+        segments: jax.Array | None,
+        at: jax.Array | None,
+        embed: Embed | None,
+        targets: Targets | None = None,
+    ) -> Answers:
         D, places = x.shape[-1], jnp.arange(x.shape[1], dtype=jnp.int32)[None]
         last = jnp.broadcast_to(pooled(x, segments, "last")[:, None], x.shape)
         x = at_positions(Sinusoidal(amplitude=1.0, dtype=self.dtype, name="places").embed(last, places), at)
         for i in range(2):
             x = nn.gelu(dense(D, ("embed", None), self.dtype, f"decode_{i}", bias=True)(self.normed(x, f"norm_{i}")))
-        return self.linear(self.normed(x), self.n_classes, None, "classes")
+        return self.choice(self.normed(x), targets)
 
 
 class ValueHead(Head):
@@ -118,7 +152,19 @@ class ValueHead(Head):
     def __call__(
         self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
     ) -> jax.Array:
-        return self.linear(self.normed(x), self.n_values, None, "values")
+        return self.linear(self.normed(x), self.n_values, "values")
+
+
+def scored(logits: jax.Array, targets: Targets | None) -> Answers:
+    return logits if targets is None else scores(logits, targets)
+
+
+def over_vocabulary(
+    x: jax.Array, unembed: Embed | Unembed, bias: jax.Array | None, readout: Readout, targets: Targets | None
+) -> Answers:
+    if targets is None:
+        return vocabulary_logits(x, unembed.table, bias, readout)
+    return vocabulary_scores(x, unembed.table, bias, readout, targets)
 
 
 def at_positions(x: jax.Array, at: jax.Array | None) -> jax.Array:

@@ -54,7 +54,7 @@ def dense(
 
 
 class Embed(nn.Module):
-    """A vector for every token id, and the way back: logits, in float32 whatever the dtype."""
+    """A vector for every token id, and a table for the way back."""
 
     vocab_size: int
     width: int
@@ -68,9 +68,27 @@ class Embed(nn.Module):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         return rows(self.embedding, tokens).astype(self.dtype)
 
-    def attend(self, x: jax.Array) -> jax.Array:
-        """The product of each vector with those of all ids, `[..., V]`."""
-        return linear(x.astype(self.dtype), self.embedding.T, out=wide(self.dtype))
+    @property
+    def table(self) -> jax.Array:
+        """The vectors of all ids, `[V, D]`."""
+        return self.embedding
+
+
+class Unembed(nn.Module):
+    """A way from vectors to token ids that is none of an embedding."""
+
+    vocab_size: int
+    width: int
+    dtype: Any = jnp.float32
+
+    def setup(self) -> None:
+        init = nn.with_logical_partitioning(fan_in, ("embed", "vocab"))
+        self.kernel = self.param("kernel", init, (self.width, self.vocab_size), wide(self.dtype))
+
+    @property
+    def table(self) -> jax.Array:
+        """The vectors that those of the model are compared with, `[V, D]`."""
+        return self.kernel.T
 
 
 # The backward pass makes them anew from the vectors before them: else it is kept several times over, and wide.

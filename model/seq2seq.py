@@ -16,9 +16,11 @@ from model import placement
 from model.contract import Context, State, wide
 from model.documents import document_positions, open_reading
 from model.errors import UserError
-from model.layers import Embed, dense
+from model.heads import Answers, over_vocabulary
+from model.layers import Embed, Unembed, dense
 from model.mixers.recurrent import GRU, LSTM, Past, Recurrent, orthogonal_gates, to_gates
 from model.ops.attention import attention, attention_weights
+from model.ops.cross_entropy import Readout, Targets
 from model.ops.mask import FULL
 from model.source_target import divide, only_asked
 
@@ -148,11 +150,13 @@ class Seq2Seq(nn.Module):
         source_segments: jax.Array | None = None,
         train: bool = False,
         right_padded: bool = False,
-    ) -> tuple[jax.Array, State]:
+        targets: Targets | None = None,
+    ) -> tuple[Answers, State]:
         """Logits `[B, T, V]` of the target, or `[B, Q, V]` at the positions `at`; and the state.
 
-        A source in the row is not predicted: asked there, the model answers NaN. `right_padded` changes nothing: a
-        recurrence passes padding by, wherever it stands.
+        Where targets of that shape are given, their scores take the logits' place. A source in the row is not
+        predicted: asked there, the model answers NaN. `right_padded` changes nothing: a recurrence passes padding by,
+        wherever it stands.
         """
         if source is None and not state:
             if self.source:
@@ -178,7 +182,7 @@ class Seq2Seq(nn.Module):
             before = jnp.concatenate([past["h"][:, None], states[:, :-1]], axis=1)
             self.sow("maps", "weights", attention_weights(**scoring(p, before, known)))
         out = jnp.concatenate([states.astype(self.dtype), y, contexts], axis=-1)
-        return self.answer(out, at), None if state is None else dict(source=known, past=last)
+        return self.answer(out, at, targets), None if state is None else dict(source=known, past=last)
 
     def encode(self, x: jax.Array, segments: jax.Array) -> tuple[Source, Past]:
         """The source as the decoder sees it, and the decoder's first state; x: [B, S, D]."""
@@ -218,13 +222,13 @@ class Seq2Seq(nn.Module):
             bias=param("bias", opened, (cell.gates, D), (None, "inner")),
         )
 
-    def answer(self, x: jax.Array, at: jax.Array | None) -> jax.Array:
-        """Logits from states, tokens and contexts, by a maxout layer as in the paper."""
+    def answer(self, x: jax.Array, at: jax.Array | None, targets: Targets | None) -> Answers:
+        """From states, tokens and contexts, by a maxout layer as in the paper."""
         if at is not None:  # before the unembedding, which costs V per position
             x = jnp.take_along_axis(x, jnp.maximum(at, 0)[..., None], axis=1)
         x = dense((self.width, 2), ("embed", "mlp", None), self.dtype, "readout")(x).max(-1)
-        logits = dense(self.vocab_size, ("embed", "vocab"), self.dtype, "unembed", out=wide(self.dtype))(x)
-        return only_asked(logits, at)
+        unembed = Unembed(self.vocab_size, self.width, self.dtype, name="unembed")
+        return only_asked(over_vocabulary(x, unembed, None, Readout(), targets), at)
 
     def limit(self) -> None:
         """None: its target goes on for ever."""

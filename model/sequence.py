@@ -1,6 +1,7 @@
 """The model of one sequence: input -> backbone -> head."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import flax.linen as nn
@@ -8,8 +9,9 @@ import jax
 
 from model.backbone import Backbone
 from model.contract import State
-from model.heads import Head
+from model.heads import Answers, Head
 from model.inputs import Input
+from model.ops.cross_entropy import Targets
 
 
 class SequenceModel(nn.Module):
@@ -33,10 +35,12 @@ class SequenceModel(nn.Module):
         memory_segments: jax.Array | None = None,
         train: bool = False,
         right_padded: bool = False,
+        targets: Targets | None = None,
         **beside: jax.Array,
-    ) -> tuple[jax.Array, State]:
+    ) -> tuple[Answers, State]:
         """Logits `[B, L, V]`, or `[B, Q, V]` at the positions `at`, or `[B, C]`; and the state after these tokens.
 
+        Where targets of that shape are given, their scores take the logits' place, which then need never be all there.
         `right_padded`: all segments hold one document a row, and padding behind it, which costs less than padding
         anywhere. `beside` is what the input takes besides the task's rows.
         """
@@ -48,7 +52,8 @@ class SequenceModel(nn.Module):
         x, state = backbone(row.x, row.segments, state, memory, memory_segments, train, behind)
         if row.front and not head.of_row:  # tokens are counted as the task does
             x, row = x[:, row.front :], row._replace(segments=segments)
-        return head(x, row.segments, at, source.unembedding), state
+        answer = partial(head, x, row.segments, at, source.unembedding)
+        return answer() if targets is None else answer(targets), state
 
     def bare(self) -> Backbone:
         """The backbone, unbound: good for questions that need no parameters."""

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from model.errors import UserError
+from model.heads import Answers
+from model.ops.cross_entropy import Scores
 
 
 @struct.dataclass
@@ -53,6 +55,10 @@ def boundary(segments: jax.Array, T: int) -> tuple[jax.Array, jax.Array]:
     return jnp.where(index < begin[:, None], segments, 0)[:, : L - T], begin
 
 
-def only_asked(logits: jax.Array, at: jax.Array | None) -> jax.Array:
-    """Logits `[B, Q, V]`, with no number where a place that is asked for lies before the target."""
-    return logits if at is None else jnp.where(at[..., None] >= 0, logits, jnp.nan)
+def only_asked(found: Answers, at: jax.Array | None) -> Answers:
+    """Logits or scores, with no number where a place `[B, Q]` that is asked for lies before the target."""
+    if at is None:
+        return found
+    if isinstance(found, Scores):
+        return Scores(jnp.where(at >= 0, found.loss, jnp.nan), found.hits & (at >= 0))
+    return jnp.where(at[..., None] >= 0, found, jnp.nan)

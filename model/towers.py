@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import wide
-from model.heads import Head, pooled
+from model.heads import Answers, Head, pooled, scored
 from model.inputs import Row, Segments, TokenInput
 from model.layers import Embed, dense
+from model.ops.cross_entropy import Targets
 
 
 def beside(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -56,12 +57,18 @@ class PairHead(Head):
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
-    ) -> jax.Array:
+        self,
+        x: jax.Array,
+        segments: jax.Array | None,
+        at: jax.Array | None,
+        embed: Embed | None,
+        targets: Targets | None = None,
+    ) -> Answers:
         a, b = apart(self.normed(pooled(x, segments, self.pool)))
         features = jnp.concatenate([a, b, a * b, a - b], axis=-1)
         hidden = nn.gelu(dense(x.shape[-1], ("embed", "mlp"), self.dtype, "compare", bias=True)(features))
-        return dense(self.n_classes, ("mlp", None), self.dtype, "classes", bias=True, out=wide(self.dtype))(hidden)
+        logits = dense(self.n_classes, ("mlp", None), self.dtype, "classes", bias=True, out=wide(self.dtype))(hidden)
+        return scored(logits, targets)
 
 
 class CosineHead(Head):

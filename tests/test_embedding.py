@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import AbstractDevice, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from model.layers import Embed, dense
+from model.layers import Embed, Unembed, dense
+from model.ops.cross_entropy import Readout, vocabulary_logits
 from model.ops.embedding import rows, scattered_sums, sorted_sums
 
 RNG = np.random.default_rng(0)
@@ -82,11 +83,11 @@ def test_logits_are_not_rounded(tied):
     if tied:
         module = Embed(V, 64, dtype=jnp.bfloat16)
         variables = nn.unbox(module.init(jax.random.key(0), TOKENS))
-        logits, kernel = module.apply(variables, x, method="attend"), variables["params"]["embedding"].T
+        kernel = variables["params"]["embedding"].T
     else:
-        module = dense(V, ("embed", "vocab"), jnp.bfloat16, "unembed", out=jnp.float32)
-        kernel = jnp.asarray(RNG.normal(size=(64, V)), jnp.float32)
-        logits = module.apply({"params": {"kernel": kernel}}, x)
+        module, kernel = Unembed(V, 64, dtype=jnp.bfloat16), jnp.asarray(RNG.normal(size=(64, V)), jnp.float32)
+        variables = {"params": {"kernel": kernel}}
+    logits = vocabulary_logits(x, nn.apply(lambda bound: bound.table, module)(variables), None, Readout())
     assert logits.dtype == jnp.float32
     exact = np.asarray(x, np.float64) @ np.asarray(kernel.astype(jnp.bfloat16), np.float64)
     assert far(logits, exact) < 1e-6

@@ -8,11 +8,12 @@ import pytest
 
 from data import build as build_task
 from model.errors import UserError
+from model.ops.cross_entropy import cross_entropy, scores
 from tests.objectives import DEBUG, NEEDS, B, L, load, write_text
 from tests.processes import fork
 from train import config as configs
 from train.denoising import Infilling, SpanCorruption
-from train.objective import Objective, cross_entropy
+from train.objective import Objective
 from train.objectives import OBJECTIVES, Masked, PrefixLM, TaskTargets
 from train.run import prepare
 
@@ -194,8 +195,8 @@ def test_label_smoothing_spreads_a_share_of_the_target_in_training_alone(task, b
     np.testing.assert_allclose(cross_entropy(logits, targets, 0.1), want, rtol=1e-5)
 
     class Says:
-        def apply(self, variables, inputs, **arguments):
-            return (logits, None), {}
+        def apply(self, variables, inputs, targets, **arguments):
+            return (scores(logits, targets), None), {}
 
     trained, tested = (TaskTargets(task, 0.1)(Says(), {}, batch, rng) for rng in (jax.random.key(0), None))
     plain = TaskTargets(task)(Says(), {}, batch, jax.random.key(0))

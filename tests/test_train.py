@@ -17,6 +17,7 @@ from data import pipeline
 from model.errors import UserError
 from model.groups import group_rules
 from model.mixers import MIXERS
+from model.ops.cross_entropy import scores
 from tests import zoo
 from train import config as configs
 from train import optim, sharding
@@ -223,8 +224,8 @@ SHORT = [
 class Lookup:
     """Tokens choose their logits from a table: the least that a step can train."""
 
-    def apply(self, variables, inputs, mutable, **kwargs):
-        return (variables["params"]["w"][inputs], None), {}
+    def apply(self, variables, inputs, mutable, targets, **kwargs):
+        return (scores(variables["params"]["w"][inputs], targets), None), {}
 
 
 def keeps(count):

@@ -57,7 +57,11 @@ class Contrastive(Objective):
     def baselines(self) -> dict[str, float]:
         return {}  # chance is one over the batch
 
-    def judge(self, found: jax.Array, batch: Batch, train: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def targets(self, batch: Batch, smoothing: float) -> None:
+        """The model is asked for its answers themselves."""
+        return None
+
+    def judge(self, found: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Of each pair; it is hit if no other second is nearer to its first."""
         here = batch["weights"] > 0
         weights = batch["weights"] * (batch["targets"] > 0)

@@ -89,7 +89,11 @@ class MaskedValues(Objective):
             masked = jnp.repeat(masked, self.square, axis=axis)
         return {**batch, "masked": masked}
 
-    def judge(self, found: jax.Array, batch: Batch, train: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def targets(self, batch: Batch, smoothing: float) -> None:
+        """The model is asked for its answers themselves."""
+        return None
+
+    def judge(self, found: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
         values, masked = batch["inputs"], batch["masked"]
         if values.ndim > 3:
             side = math.isqrt(found.shape[-1] // values.shape[-1])

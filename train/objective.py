@@ -14,12 +14,13 @@ from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from data import TASKS, Task
 from model.asked import ARGUMENTS, Asked
 from model.build import Model
 from model.errors import UserError
+from model.heads import Answers
+from model.ops.cross_entropy import Targets
 from model.settings import at_least, below, check_fields
 from train import corruption
 
@@ -102,8 +103,9 @@ class Objective:
     def __call__(self, model: Model, params: Any, batch: Batch, rng: jax.Array | None) -> Sums:
         """Loss and accuracy; a test slices the accuracy by every bin of every attribute, of text the loss too."""
         batch = self.view(batch, rng)
-        found, reports, running = answers(model, params, batch, rng)
-        loss, hits, weights = self.judge(found, batch, train=rng is not None)
+        targets = self.targets(batch, self.label_smoothing if rng is not None else 0.0)
+        found, reports, running = answers(model, params, batch, rng, targets)
+        loss, hits, weights = self.judge(found, batch)
         loss, hits, count = loss * weights, hits * weights, weights.sum()
         sums = {"loss": (loss.sum(), count), "accuracy": (hits.sum(), count)}
         sums |= {name: (value * count, count) for name, value in reports.items()}
@@ -116,25 +118,29 @@ class Objective:
             sums |= exact(self.attributes if rng is None else {}, batch, hits)
         return sums
 
-    def judge(self, found: jax.Array, batch: Batch, train: bool) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def targets(self, batch: Batch, smoothing: float) -> Targets | None:
+        """The right answers, of which the model tells the scores; None: it is asked for its answers themselves."""
+        return Targets(batch["targets"], smoothing)
+
+    def judge(self, found: Answers, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Of each target the loss, whether the model's answer hits it, and how much it counts."""
         weights = batch["weights"]
-        logits = jnp.where(weights[..., None] > 0, found, 0)  # what is not asked may be answered by NaN
-        loss = cross_entropy(logits, batch["targets"], self.label_smoothing if train else 0.0)
-        return loss, jnp.argmax(logits, -1) == batch["targets"], weights
+        return jnp.where(weights > 0, found.loss, 0), found.hits, weights  # what is not asked may be answered by NaN
 
 
 def answers(
-    model: Model, params: Any, batch: Batch, rng: jax.Array | None
-) -> tuple[jax.Array, dict[str, jax.Array], Mapping[str, Any]]:
-    """The model's logits for a batch; in training what its modules report, by name, and its new running statistics.
+    model: Model, params: Any, batch: Batch, rng: jax.Array | None, targets: Targets | None
+) -> tuple[Answers, dict[str, jax.Array], Mapping[str, Any]]:
+    """The model's answers to a batch, or, where targets are given, their scores.
 
+    And in training what its modules report, by name, and its new running statistics.
     `losses/NAME` is the sum over layers, for the step to add to the objective's loss; `reports/NAME` is the mean.
     """
-    (logits, _), sown = model.apply(
+    (answered, _), sown = model.apply(
         {"params": params},
         batch["inputs"],
         **arguments(batch),
+        targets=targets,
         train=rng is not None,
         rngs=None if rng is None else {"dropout": rng},
         mutable=["losses", "reports", "running"],
@@ -145,7 +151,7 @@ def answers(
         for path, value in jax.tree_util.tree_leaves_with_path(sown.get(kind, {})):
             found.setdefault(path[-2].key, []).append(value.reshape(-1))
         reports |= {f"{kind}/{name}": over_layers(jnp.concatenate(values)) for name, values in found.items()}
-    return logits, reports, sown.get("running", {})
+    return answered, reports, sown.get("running", {})
 
 
 def row_keys(rng: jax.Array | None, tokens: jax.Array) -> jax.Array:
@@ -167,14 +173,6 @@ def classified_tokens(task: Task) -> bool:
 def arguments(batch: Batch) -> Batch:
     """What of a batch a model is called with, besides its inputs. All of a task's padding is behind its rows."""
     return {name: batch[name] for name in ARGUMENTS if name in batch} | dict(right_padded=True)
-
-
-def cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float = 0.0) -> jax.Array:
-    """-log p of each target; of smoothed ones, a share of the mean of -log p over all answers in its place."""
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    if not smoothing:
-        return loss
-    return (1 - smoothing) * loss - smoothing * jax.nn.log_softmax(logits).mean(-1)
 
 
 def sliced(

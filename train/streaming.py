@@ -17,9 +17,9 @@ from data.text import Text
 from model.build import Model
 from model.contract import State
 from model.errors import UserError
+from model.ops.cross_entropy import Targets
 from train import hosts
 from train.evaluate import bits_per_byte
-from train.objective import cross_entropy
 from train.run import Run
 from train.sharding import replicated
 
@@ -78,8 +78,8 @@ def streamed(run: Run, params: Any, tokens: np.ndarray, chunk: int) -> Iterator[
     N = len(tokens) - 1
 
     def read(params: Any, state: State, row: jax.Array) -> tuple[jax.Array, State]:
-        logits, state = run.model.apply({"params": params}, row[:, :-1], state=state)
-        return cross_entropy(logits, row[:, 1:])[0], state
+        found, state = run.model.apply({"params": params}, row[:, :-1], state=state, targets=Targets(row[:, 1:]))
+        return found.loss[0], state
 
     step = on_all(run, read, donate_argnums=1)
     state = on_all(run, partial(run.model.init_state, 1, N))()
@@ -113,8 +113,8 @@ def from_context(run: Run, params: Any, tokens: np.ndarray, targets: np.ndarray,
 def last_of_row(model: Model, params: Any, rows: jax.Array) -> jax.Array:
     """-log p `[B]` of the last token of each row `[B, context + 1]`."""
     at = jnp.full((rows.shape[0], 1), rows.shape[1] - 2)
-    logits, _ = model.apply({"params": params}, rows[:, :-1], at=at)
-    return cross_entropy(logits[:, 0], rows[:, -1])
+    found, _ = model.apply({"params": params}, rows[:, :-1], at=at, targets=Targets(rows[:, -1:]))
+    return found.loss[:, 0]
 
 
 def on_all(run: Run, function: Callable, **options: Any) -> Callable:

@@ -4,14 +4,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from eval.sample import Sampling, sample
+from model import placement
 from model.build import Model
 from model.contract import State
 from model.errors import UserError
+from model.layers import Dense, Embed
+from model.stack import apart
 
 # Tokens per dispatch. On a CPU 16 made a small model 3 to 6 times as fast as 1; 64 gave little more.
 BLOCK = 16
@@ -91,6 +95,8 @@ def tokens_by_block(
 ) -> Iterator[np.ndarray]:
     token, state = prefill(model, sampling, prompt.shape[1] + n, params, prompt, given, key)
     ready, count, done = token[None], 1, 1
+    if n > 1:
+        params = for_steps(model, params, state, token)
     while done < n:
         ahead = min(block, n - done)
         state, token, made = decode(model, sampling, block, params, state, token, key, done, ahead)
@@ -121,6 +127,25 @@ def prefill(
     return draw(sampling, key, 0, logits), state
 
 
+@partial(jax.jit, static_argnames="model")
+def for_steps(model: Model, params: Any, state: State, token: jax.Array) -> Any:
+    """The parameters as a step reads them, made once: each layer's apart, and kernels in the dtype they multiply in.
+
+    Else every token would cut them out of arrays that hold all layers, and narrow them. The numbers are the same.
+    """
+    params, narrow = apart(nn.unbox(params)), {}
+
+    def note(call, args, kwargs, at):
+        if isinstance(at.module, (Dense, Embed)):
+            for name in {"kernel", "embedding"} & at.module.variables["params"].keys():
+                narrow[id(at.module.variables["params"][name])] = at.module.dtype
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(note):
+        jax.eval_shape(lambda: model.apply({"params": params}, token[:, None], state=state))
+    return jax.tree.map(lambda leaf: leaf.astype(narrow.get(id(leaf), leaf.dtype)), params)
+
+
 @partial(jax.jit, static_argnames=("model", "sampling", "block"), donate_argnames="state")
 def decode(
     model: Model,
@@ -135,8 +160,10 @@ def decode(
 ) -> tuple[State, jax.Array, jax.Array]:
     """`count` steps in one dispatch: the state, the last token, and all of them, `[block, B]`.
 
-    The count is traced, so that one program serves full blocks and the shorter last one.
+    The count is traced, so that one program serves full blocks and the shorter last one. A GPU, which would have to
+    tell its host after every token whether to go on, always makes a block: what is past the count means nothing.
     """
+    steps = block if placement.platform() == "gpu" else count
 
     def step(i, carry):
         state, token, made = carry
@@ -145,7 +172,7 @@ def decode(
         token = draw(sampling, key, done + i, logits)
         return state, token, made.at[i].set(token)
 
-    return jax.lax.fori_loop(0, count, step, (state, token, jnp.zeros((block, *token.shape), token.dtype)))
+    return jax.lax.fori_loop(0, steps, step, (state, token, jnp.zeros((block, *token.shape), token.dtype)))
 
 
 def draw(sampling: Sampling, key: jax.Array, i: int | jax.Array, logits: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from model.contract import wide
@@ -30,7 +31,7 @@ class Full:
         return max_len
 
     def open(self, batch: int, max_len: int) -> Arrays:
-        return open_slots(self, batch, max_len) | {"written": jnp.zeros((), jnp.int32)}
+        return open_slots(self, batch, max_len) | {"written": np.zeros((), np.int32)}  # see `is_empty`
 
     def bytes(self, length: int) -> int:
         return bytes_of(self, length) + 4
@@ -40,11 +41,11 @@ class Full:
         start, (L, M) = state["written"], (new["segments"].shape[1], state["segments"].shape[1])
         if L > M:
             raise UserError(f"{L} tokens do not fit in a key-value cache of {M}; open it with max_len={L}")
-        after = {key: lax.dynamic_update_slice_in_dim(state[key], new[key], start, axis=1) for key in new}
         # How much is written is not known when traced. Past the end: NaN, rather than an answer from a torn cache.
+        # Only what is new is touched, so that a loop over tokens writes into one array, in place.
         fits = start + L <= M
-        for name, _ in self.entries:
-            after[name] = jnp.where(fits, after[name], jnp.nan)
+        new = new | {name: jnp.where(fits, new[name], jnp.nan) for name, _ in self.entries}
+        after = {key: lax.dynamic_update_slice_in_dim(state[key], new[key], start, axis=1) for key in new}
         return after, after | {"written": start + L}
 
 
@@ -74,6 +75,10 @@ class Ring:
         positions = new["positions"]
         slot = jnp.where(positions < sinks, positions, sinks + (positions - sinks) % (M - sinks))
         slot = jnp.where(new["segments"] > 0, slot, M)  # padding is not kept
+        if slot.shape[1] == 1 and M == self.sinks + self.window:  # it overwrites what its window has just left
+            rows = jnp.arange(slot.shape[0])
+            after = {key: state[key].at[rows, slot[:, 0]].set(new[key][:, 0], mode="drop") for key in new}
+            return after, after
         # Of several tokens for one slot the last stays; -1: none came.
         index = jnp.broadcast_to(jnp.arange(slot.shape[1]), slot.shape)
         last = jax.vmap(lambda s, i: jnp.full(M, -1).at[s].max(i, mode="drop"))(slot, index)
@@ -100,6 +105,12 @@ def open_slots(cache: Cache, batch: int, max_len: int) -> Arrays:
 def bytes_of(cache: Cache, length: int) -> int:
     token = sum(math.prod(shape) * jnp.dtype(dtype_of(cache, name)).itemsize for name, shape in cache.entries)
     return cache.slots(length) * (token + 2 * 4)
+
+
+def is_empty(state: Arrays) -> bool:
+    """Whether nothing has been written since it was opened, where that is known when traced: by the same function."""
+    written = state.get("written")
+    return isinstance(written, np.ndarray) and written == 0
 
 
 def dtype_of(cache: Cache, name: str) -> Any:

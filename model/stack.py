@@ -1,6 +1,7 @@
 """A stack of layers: a cycle of blocks, repeated by a scan, and the layers left over."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -23,6 +24,23 @@ class Cycle(nn.Module):
             x, new = block(name=f"block_{i}")(x, ctx, None if state is None else state[i])
             states.append(new)
         return x, None if state is None else tuple(states)
+
+
+def layer(params: Any, i: int) -> Any:
+    """Those of one turn of the cycle: of arrays that hold all turns, or of turns that lie apart (see `apart`)."""
+    return params[str(i)] if "0" in params else jax.tree.map(lambda leaf: leaf[i], nn.unbox(params))
+
+
+def apart(params: Any) -> Any:
+    """The parameters of a model with every layer's in arrays of their own: to go on from a state takes them so."""
+    if not isinstance(params, Mapping):
+        return params
+    made = {name: apart(held) for name, held in params.items()}
+    if "stack" in made and "layers" in made["stack"]:
+        layers = made["stack"]["layers"]
+        turns = len(jax.tree.leaves(layers)[0])
+        made["stack"] |= {"layers": {str(i): layer(layers, i) for i in range(turns)}}
+    return made
 
 
 SHALLOW = 16  # layers up to which a GPU's are unrolled
@@ -51,23 +69,44 @@ class Stack(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
+        if state is not None and not self.is_initializing():
+            return self.go_on(x, ctx, state)
         scan = loops(self.layers) if self.scan is None else self.scan
         cycle = nn.remat(Cycle, prevent_cse=not scan) if self.remat else Cycle
-        looped = rest = None
         if self.repeats:
             body = nn.scan(
                 cycle,
                 variable_axes={"params": 0, **dict.fromkeys(SOWN, 0)},
                 split_rngs={"params": True, "dropout": True},
-                in_axes=(nn.broadcast, 0),
+                in_axes=nn.broadcast,
                 length=self.repeats,
                 unroll=1 if scan else self.repeats,
                 metadata_params={nn.PARTITION_NAME: "layers"},
             )
-            x, looped = body(self.blocks, name="layers")(x, ctx, None if state is None else state["layers"])
+            x, _ = body(self.blocks, name="layers")(x, ctx)
         if self.rest:
-            x, rest = cycle(self.rest, name="rest")(x, ctx, None if state is None else state["rest"])
-        return x, None if state is None else dict(layers=looped, rest=rest)
+            x, _ = cycle(self.rest, name="rest")(x, ctx)
+        return x, state
+
+    def go_on(self, x: jax.Array, ctx: Context, state: State) -> tuple[jax.Array, State]:
+        """From a state, layer after layer, each with arrays of its own: a token is written into them where they lie.
+
+        A loop over layers would take them out of one array and put them into another, all of them for every token.
+        """
+        params = self.variables["params"]
+        asked = [name for name in SOWN if self.is_mutable_collection(name)]
+        looped, sown = [], []
+        for i, past in enumerate(state["layers"]):
+            variables = {"params": layer(params["layers"], i)}
+            (x, after), kept = Cycle(self.blocks, parent=None).apply(variables, x, ctx, past, mutable=asked)
+            looped.append(after)
+            sown.append(kept)
+        for name in asked if sown and sown[0] else ():
+            self.put_variable(name, "layers", jax.tree.map(lambda *leaves: jnp.stack(leaves), *(s[name] for s in sown)))
+        rest = ()
+        if self.rest:
+            x, rest = Cycle(self.rest, name="rest")(x, ctx, state["rest"])
+        return x, dict(layers=tuple(looped), rest=rest)
 
     @property
     def causal(self) -> bool:
@@ -83,13 +122,7 @@ class Stack(nn.Module):
         def opened(blocks):
             return tuple(block(parent=None).init_state(batch, max_len) for block in blocks)
 
-        def stacked(leaf):
-            return jnp.broadcast_to(leaf, (self.repeats, *leaf.shape))
-
-        return dict(
-            layers=jax.tree.map(stacked, opened(self.blocks)) if self.repeats else None,
-            rest=opened(self.rest) if self.rest else None,
-        )
+        return dict(layers=tuple(opened(self.blocks) for _ in range(self.repeats)), rest=opened(self.rest))
 
     def state_bytes(self, length: int, memory: int = 0) -> int:
         each = [block(parent=None).state_bytes(length, memory) for block in self.blocks]

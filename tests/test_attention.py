@@ -276,7 +276,7 @@ def test_a_kernel_asked_for_by_name_says_what_it_lacks():
 @pytest.mark.quick
 def test_the_support_matrix_is_what_the_choice_reads():
     table = op.support_matrix()
-    plain = dict.fromkeys(("ring", "xla", "tiled", "blocks", "reference"), "yes")
+    plain = dict.fromkeys(("ring", "decode", "xla", "tiled", "blocks", "reference"), "yes")
     assert table["a position bias"] == dict(splash="-", cudnn="-", flash="yes", **plain)
     assert table["a window on the distance with no causal mask"] == dict(splash="yes", cudnn="-", flash="yes", **plain)
     assert set(table["platform"]) == set(op.IMPLEMENTATIONS)

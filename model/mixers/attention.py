@@ -7,7 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from model.cache import Cache, Full, Ring
+from model.cache import Cache, Full, Ring, is_empty
 from model.contract import Context, Mixer, State, wide
 from model.errors import UserError
 from model.layers import Dense, check_divides, dense, fan_in, norm
@@ -110,7 +110,12 @@ class Attention(Mixer):
             call |= whole_row(ctx, call) | dict(q_levels=levels, k_levels=levels)
         else:
             new = dict(k=k, v=v) | ({} if levels is None else dict(levels=levels))
+            first = is_empty(state)
             seen, places, state = remember(self.cache, ctx, state, **new)
+            if first:  # what is new is all there is
+                seen, places = new, whole_row(ctx, call)
+            else:
+                places |= filled(state)
             k, v, call = seen["k"], seen["v"], call | places | dict(q_levels=levels, k_levels=seen.get("levels"))
         y = stream(self, position, q, k, v, **call) if streams else look(self, q, k, v, **call)
         if self.gate:
@@ -254,6 +259,11 @@ def remember(
     seen, state = cache.extend(state, new)
     places = dict(q_positions=new["positions"], k_positions=seen["positions"])
     return seen, places | dict(q_segments=new["segments"], k_segments=seen["segments"]), state
+
+
+def filled(state: State) -> dict[str, jax.Array]:
+    """How much of a cache is written, from its first slot on, where it is filled in that order."""
+    return dict(k_filled=state["written"]) if "written" in state else {}
 
 
 def rotates(position: Position) -> bool:

@@ -18,6 +18,7 @@ from model.contract import wide
 from model.errors import UserError, choose
 from model.ops import sharing
 from model.ops.block_attention import blocks
+from model.ops.decode_attention import decode
 from model.ops.dense_attention import reference, weights_and_lse, xla
 from model.ops.fused_attention import cudnn, flash, splash
 from model.ops.mask import CAUSAL, FULL, Mask
@@ -44,6 +45,7 @@ FEATURES = {
     "lse": "the log-sum-exp as a second output",
     "value dim": "values of another dim than the keys",
     "ring": "keys and values that go round the devices of a shared length",
+    "filled": "one query a row, to a cache that says how much it holds",
 }
 
 
@@ -111,6 +113,12 @@ IMPLEMENTATIONS = {
         summary="tiles of a device's own queries and keys that go round the devices",
         needs=frozenset({"ring"}),
     ),
+    "decode": Implementation(
+        run=decode,
+        summary="a tile of what a cache holds so far at a time, in plain XLA",
+        lacks=frozenset({"ring"}),
+        needs=frozenset({"filled"}),
+    ),
     "xla": Implementation(run=xla, summary="all scores at once; memory grows with L M", lacks=frozenset({"ring"})),
     "tiled": Implementation(
         run=tiled, summary="a tile of scores at a time, in plain XLA; memory grows with L", lacks=frozenset({"ring"})
@@ -177,6 +185,7 @@ def prepare(
     additive: jax.Array | None = None,
     q_levels: jax.Array | None = None,
     k_levels: jax.Array | None = None,
+    k_filled: jax.Array | None = None,
     right_padded: bool = False,
     gapless: bool = False,
 ) -> tuple[Form, Operands]:
@@ -186,7 +195,8 @@ def prepare(
     says who sees whom in a document. `scale` is 1/sqrt(K) unless given, and 1 for additive scores. `soft_cap` c turns
     a score s into c tanh(s/c); then `bias` is added. `sinks` `[H]` are logits that take part in the softmax and have no
     value; `additive` `[H, K]` are the weights of Bahdanau's score. `q_levels` `[B or 1, L, H]` and `k_levels`
-    `[B or 1, M, H]` lower a score by the distance between the two. `right_padded`: segments are of one document a row,
+    `[B or 1, M, H]` lower a score by the distance between the two. Of a cache `k_filled` `[]` says how much of it is
+    written, from the first key on; what is behind that must be of no document. `right_padded`: segments are of one document a row,
     with padding behind it; what padding then gets means nothing. `gapless`: no padding stands inside documents.
     """
     (B, L, H, K), G = q.shape, k.shape[2]
@@ -220,6 +230,7 @@ def prepare(
         additive=None if additive is None else additive.reshape(G, H // G, K),
         q_levels=None if q_levels is None else jnp.broadcast_to(q_levels, (B, L, H)).reshape(B, L, G, -1),
         k_levels=None if k_levels is None else jnp.broadcast_to(k_levels, (B, k.shape[1], H)).reshape(B, -1, G, H // G),
+        k_filled=k_filled,
     )
     return form, operands
 
@@ -247,6 +258,7 @@ def features(form: Form, o: Operands, with_lse: bool) -> set[str]:
         "lse": with_lse,
         "value dim": o.v.shape[-1] != o.q.shape[-1],
         "ring": bool(form.ring),
+        "filled": o.k_filled is not None and o.q.shape[1] == 1,
     }
     return {name for name, given in used.items() if given}
 
@@ -295,6 +307,9 @@ def pick(given: str | tuple[str, ...] | None, form: Form, o: Operands, with_lse:
     for name in ("ring", "splash", "cudnn", "flash"):
         if not lacking(name, *call):
             return IMPLEMENTATIONS[name]
+    # A GPU would ask its host at every turn of a loop whether there is another.
+    if placement.platform() != "gpu" and not lacking("decode", *call):
+        return IMPLEMENTATIONS["decode"]
     return IMPLEMENTATIONS["xla" if few_scores(o) else "tiled"]
 
 

@@ -77,6 +77,7 @@ class Operands:
     additive: jax.Array | None  # [G, R, K]: scores are additive . tanh(q + k), not q . k
     q_levels: jax.Array | None = None  # [B, L, G, R]: how far apart the levels of two tokens are, scores are lower
     k_levels: jax.Array | None = None  # [B, M, G, R]
+    k_filled: jax.Array | None = None  # []: keys from this place on are nothing yet; None: not said
 
 
 def raw_scores(q: jax.Array, k: jax.Array, additive: jax.Array | None) -> jax.Array:

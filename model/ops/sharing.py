@@ -71,6 +71,7 @@ def share(form: Form, o: Operands, bias: Any, implementation: str | None = None)
         additive=None if o.additive is None else (heads, None, None),
         q_levels=None if o.q_levels is None else ("batch", stretch, heads, None),
         k_levels=None if o.k_levels is None else ("batch", passing, heads, None),
+        k_filled=None if o.k_filled is None else (),
     )
 
     def part(leaf, names):

@@ -5,6 +5,7 @@
     python -m experiments.bench attention time and memory of attention beside its peers
     python -m experiments.bench scan      the same of state spaces: scans, Mamba-2's products, long convolutions
     python -m experiments.bench state     the same of linear attention's kernels on a GPU, each beside the plain one
+    python -m experiments.bench kernels   the last three, one after another
     python -m experiments.bench step      time and memory of a training step, in several forms and beside a peer
     python -m experiments.bench determinism   whether a run has the same bits again, and when killed and resumed
     python -m experiments.bench features  how far random features are from softmax, by their number
@@ -95,6 +96,15 @@ def bench_state() -> Iterator[tuple[dict, str]]:
         yield row, state_speed.sentence(row)
 
 
+def bench_kernels() -> Iterator[tuple[dict, str]]:
+    for name in KERNELS:
+        try:
+            for row, text in BENCHES[name]():
+                yield {"bench": name, **row}, text
+        except UserError as error:  # what runs on other chips alone
+            print(error)
+
+
 def bench_step() -> Iterator[tuple[dict, str]]:
     for row in step_speed.measure(ROUNDS.value):
         yield row, step_speed.sentence(row)
@@ -119,6 +129,12 @@ def bench_scaling() -> Iterator[tuple[dict, str]]:
         yield row, scaling.sentence(row)
 
 
+def kernels_table(rows: list[dict]) -> str:
+    """The tables of those that have rows, one below another."""
+    by_bench = {name: [row for row in rows if row["bench"] == name] for name in KERNELS}
+    return "\n".join(MARKDOWN[name](own) for name, own in by_bench.items() if own)
+
+
 def rows_before(name: str) -> list[dict]:
     """Of a bench that goes on where it stopped, the rows that need not be measured again."""
     return scaling.kept(Path(OUT.value), MIXED.value) if name == "scaling" and OUT.value else []
@@ -132,11 +148,13 @@ def specs() -> list[str]:
 
 
 CONTESTS = {"attention": attention_speed, "scan": scan_speed}
+KERNELS = (*CONTESTS, "state")
 BENCHES: dict[str, Callable[[], Iterator[tuple[dict, str]]]] = {
     "loop": bench_loop,
     "startup": bench_startup,
     **{name: partial(bench_contenders, name) for name in CONTESTS},
     "state": bench_state,
+    "kernels": bench_kernels,
     "step": bench_step,
     "determinism": bench_determinism,
     "features": bench_features,
@@ -145,6 +163,7 @@ BENCHES: dict[str, Callable[[], Iterator[tuple[dict, str]]]] = {
 MARKDOWN: dict[str, Callable[[list[dict]], str]] = {
     **{name: partial(speed.table, lead=contest.LEAD) for name, contest in CONTESTS.items()},
     "state": state_speed.table,
+    "kernels": kernels_table,
     "step": step_speed.table,
     "determinism": determinism.table,
     "features": features.table,
@@ -155,7 +174,7 @@ PICTURES: dict[str, Callable[[list[dict], Path], None]] = {"scaling": growth.pic
 FLAGS = {
     **dict.fromkeys(CONTESTS, "--rounds and --out"),
     "state": "--kind, --shape, --rounds and --out",
-    "step": "--rounds and --out",
+    **dict.fromkeys(("kernels", "step"), "--rounds and --out"),
     "features": "--out",
     "scaling": "--minutes, --mixers, --longest, --mixed and --out",
 }

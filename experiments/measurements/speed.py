@@ -12,10 +12,12 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from model.errors import UserError
 
+MIB = 2**20
 LEAST = 0.2  # seconds that a round lasts
 
-# Forward; gradient; the bytes that the gradient needs beside its inputs and outputs.
-Contender = tuple[Callable[[], Any], Callable[[], Any], Callable[[], float]]
+# Forward; gradient; and what else a row says: what the gradient needs beside its inputs and outputs, and of ours how
+# long it was compiled.
+Contender = tuple[Callable[[], Any], Callable[[], Any], Callable[[], dict[str, float]]]
 Setting = dict[str, Any]
 
 
@@ -36,15 +38,15 @@ def measure(
         for _ in range(rounds):  # in turn, so that a chip that slows down slows all of them
             for name, (calls, _) in ready.items():
                 best[name] = tuple(min(t, round_of(*call)) for t, call in zip(best[name], calls, strict=True))
-        for name, (_, temp) in ready.items():
-            rows[name] = dict(forward_ms=1e3 * best[name][0], gradient_ms=1e3 * best[name][1], temp_mib=temp / 2**20)
+        for name, (_, said) in ready.items():
+            rows[name] = dict(forward_ms=1e3 * best[name][0], gradient_ms=1e3 * best[name][1], **said)
         yield from (setting | dict(contender=name, **row) for name, row in rows.items())
 
 
-def prepared(contender: Contender) -> tuple[list[tuple[Callable[[], Any], int]], float]:
-    """Forward and gradient, each with the number of calls that make a round; and the bytes."""
-    forward, gradient, memory = contender
-    return [(function, calls_of(function)) for function in (forward, gradient)], memory()
+def prepared(contender: Contender) -> tuple[list[tuple[Callable[[], Any], int]], dict[str, float]]:
+    """Forward and gradient, each with the number of calls that make a round; and what else a row says."""
+    forward, gradient, said = contender
+    return [(function, calls_of(function)) for function in (forward, gradient)], said()
 
 
 def calls_of(function: Callable[[], Any]) -> int:
@@ -72,12 +74,9 @@ def compiled(run: Callable, cotangent: Any, *args: Any) -> Contender:
         return output, pull(cotangent)
 
     forward = jax.jit(run).lower(*args).compile()
-    gradient = jax.jit(pulled).lower(cotangent, *args).compile()
-    return (
-        partial(forward, *args),
-        partial(gradient, cotangent, *args),
-        lambda: gradient.memory_analysis().temp_size_in_bytes,
-    )
+    gradient, cold, warm = compiled_twice(lambda: jax.jit(pulled).lower(cotangent, *args))
+    said = dict(temp_mib=gradient.memory_analysis().temp_size_in_bytes / MIB, compile_s=cold, compile_again_s=warm)
+    return partial(forward, *args), partial(gradient, cotangent, *args), lambda: said
 
 
 def compiled_twice(lower: Callable[[], jax.stages.Lowered]) -> tuple[jax.stages.Compiled, float, float]:
@@ -118,14 +117,14 @@ def compiled_torch(run: Callable, cotangent: Any, wanted: tuple, *args: Any) -> 
     def gradient():
         return torch.autograd.grad(run(*args), wanted, cotangent)
 
-    def memory() -> float:
+    def memory() -> dict[str, float]:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         grads = gradient()
         torch.cuda.synchronize()
         outputs = sum(x.numel() * x.element_size() for x in grads)
-        return torch.cuda.max_memory_allocated() - before - outputs
+        return dict(temp_mib=(torch.cuda.max_memory_allocated() - before - outputs) / MIB)
 
     return forward, gradient, memory
 

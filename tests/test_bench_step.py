@@ -1,0 +1,37 @@
+"""The benches of training steps and of kernels: programs compiled cold and warm, rows that make tables."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments import bench
+from experiments.measurements import speed, step_speed
+
+
+def test_the_second_time_a_program_comes_from_the_cache(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    program, cold, warm = speed.compiled_twice(lambda: jax.jit(lambda x: jnp.sort(x) @ x).lower(jnp.ones(100)))
+    assert float(program(jnp.ones(100))) == 100 and 0 < warm < cold
+    assert jax.config.jax_compilation_cache_dir == before
+
+
+@pytest.mark.scale
+def test_steps_are_measured_and_make_a_table(monkeypatch):
+    small = "configs/step_speed.py:size=64,rows=8,length=16"
+    monkeypatch.setattr(step_speed, "CASES", {"cpu": [("attention", small, ("looped", "unrolled"))]})
+    monkeypatch.setattr(step_speed.torch_step, "contenders", lambda *_: {"peer": lambda: 1 / 0})
+    rows = list(step_speed.measure(rounds=1))
+    assert [row["contender"] for row in rows] == ["longview looped", "longview unrolled", "peer"]
+    for row in rows[:2]:
+        assert row["tokens_per_s"] == pytest.approx(128 / (row["step_ms"] / 1e3))
+        assert 0 < row["compile_again_s"] < row["compile_s"] and row["memory_gib"] > 0
+    assert rows[0]["params"] == rows[1]["params"] and "ZeroDivisionError" in rows[2]["error"]
+    lines = step_speed.table(rows).splitlines()
+    assert len(lines) == 5 and lines[-1].endswith("| peer | failed | failed | failed | failed | failed |")
+
+
+def test_kernels_are_those_of_every_contest():
+    state = dict(batch=1, length=8, contender="plain", forward_ms=1.0, gradient_ms=2.0, temp_mib=3.0)
+    scan = state | dict(case="mamba", contender="longview fused")
+    table = bench.kernels_table([{"bench": "scan", **scan}, {"bench": "state", **state}])
+    assert "| mamba | 1 | 8 | longview fused |" in table and "| 1 | 8 | plain |" in table

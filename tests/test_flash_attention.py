@@ -11,7 +11,7 @@ from model.ops.flash_attention import flash
 from model.ops.mask import CAUSAL, FULL, Band, Mask, Prefix, block_matrix, window
 from model.ops.patterns import BigBird, Chunk, Columns, Table
 from model.ops.tile_walk import Walk, walk
-from model.positions.score_bias import ALiBiBias, KerpleLog, T5Bias
+from model.positions.score_bias import FIRE_SHARED, ALiBiBias, FIREBias, KerpleLog, T5Bias
 from tests.test_fused_ssd import made_for
 
 B, L, H, G, K, V = 2, 150, 4, 2, 24, 16
@@ -33,6 +33,7 @@ CALLS = {
     "learned bias": {"bias": KerpleLog(), "mask": window(50)},
     "buckets": {"bias": T5Bias(8, 40, causal=True)},
     "buckets bidirectional": {"bias": T5Bias(8, 40, causal=False), "mask": FULL},
+    "MLP": {"bias": FIREBias()},
     "packed": PACKED,
     "all": {**PACKED, "mask": CAUSAL & window(60), "soft_cap": 3.0, "bias": KerpleLog(), "sinks": True, "levels": True},
 }
@@ -41,7 +42,8 @@ CALLS = {
 def arrays(dtype) -> dict[str, jax.Array]:
     rng = np.random.default_rng(0)
     made = dict(q=(B, L, H, K), k=(B, L, G, K), v=(B, L, G, V), sinks=(H,), q_levels=(B, L, H), k_levels=(B, L, H))
-    made |= dict(m=(H,), r1=(H,), r2=(H,), table=(8, H))
+    made |= dict(m=(H,), r1=(H,), r2=(H,), table=(8, H), log_c=(H,), log_L=(H,), out=(3, H))
+    made |= dict.fromkeys(("hidden", "hidden_bias"), (3, H))
     return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in made.items()}
 
 
@@ -52,8 +54,9 @@ def operands(call: dict, values: dict[str, jax.Array]):
     if options.pop("levels", False):
         options |= {name: values[name] for name in ("q_levels", "k_levels")}
     if (fn := options.pop("bias", None)) is not None:
-        names = {ALiBiBias: ("m",), KerpleLog: ("r1", "r2"), T5Bias: ("table",)}[type(fn)]
-        options["bias"] = Bias({name: values[name] for name in names}, fn, None)
+        own = {ALiBiBias: ("m",), KerpleLog: ("r1", "r2"), T5Bias: ("table",), FIREBias: (*FIRE_SHARED, "out")}
+        shared = {name: jnp.broadcast_to(values[name][..., :1], values[name].shape) for name in FIRE_SHARED}
+        options["bias"] = Bias({name: (values | shared)[name] for name in own[type(fn)]}, fn, None)
     return prepare(*(values[name] for name in "qkv"), **options)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from model.positions import FIRE, T5, ALiBi, Kerple
-from model.positions.score_bias import KerpleLog, KerplePower, T5Bias, alibi_slopes, fire_bias, fire_input, t5_bucket
+from model.positions.score_bias import FIREBias, KerpleLog, KerplePower, T5Bias, alibi_slopes, fire_input, t5_bucket
 from tests.places import (
     BIASES,
     HEADS,
@@ -101,7 +101,7 @@ def test_kerple_starts_as_its_authors_and_stays_a_kernel(variant):
 @pytest.mark.quick
 def test_fire_reads_a_distance_between_zero_and_one():
     places = at(*range(40), 63, 64, 65, 1000, 100_000)
-    x = run(fire_input, np.float32(0.1), np.float32(64), places, places)[0]
+    x = run(fire_input, np.float32(0.1), np.float32(64), places.T, places)
     assert x.min() == 0 and x.max() == 1 and (np.diag(x) == 0).all()
     np.testing.assert_array_equal(x[-3:, 0], 1)  # past the threshold, the first key is as far as a key can be
     for i, j in ((5, 2), (30, 0), (41, 20), (43, 42), (44, 1)):  # the paper's formula, for keys that are not later
@@ -113,8 +113,9 @@ def test_fire_reads_a_distance_between_zero_and_one():
 def test_fire_is_its_network():
     bias = opened(FIRE())
     p = bias.params
-    x = np.log1p(np.exp(p["log_c"]) * 697) / np.log1p(np.exp(p["log_c"]) * max(np.exp(p["log_L"]), 700))
-    want = np.maximum(x * p["hidden"] + p["hidden_bias"], 0) @ p["out"]
+    c, threshold, hidden, hidden_bias = (p[name][..., 0] for name in ("log_c", "log_L", "hidden", "hidden_bias"))
+    x = np.log1p(np.exp(c) * 697) / np.log1p(np.exp(c) * max(np.exp(threshold), 700))
+    want = np.maximum(x * hidden + hidden_bias, 0) @ p["out"]
     np.testing.assert_allclose(run(bias.fn, bias.params, at(700), at(3))[0, :, 0, 0], want, rtol=1e-4)
     start = parameters(FIRE())
     np.testing.assert_allclose([start["log_c"], start["log_L"]], np.log([0.1, 512]), rtol=1e-6)
@@ -141,8 +142,8 @@ def test_biases_and_their_gradients_are_finite_everywhere(position, causal):
 
 @pytest.mark.quick
 def test_fire_gradients_with_a_threshold_of_nothing():
-    params = opened(FIRE()).params | {"log_L": np.float32(-200)}
-    assert finite(run_back(fire_bias, params, at(0, 1), np.ones((1, HEADS, 2, 2), np.float32)))
+    params = opened(FIRE()).params | {"log_L": np.full(HEADS, -200, np.float32)}
+    assert finite(run_back(FIREBias(), params, at(0, 1), np.ones((1, HEADS, 2, 2), np.float32)))
 
 
 @pytest.mark.quick

@@ -16,12 +16,12 @@ from experiments.measurements.speed import Contender, Setting, compiled
 from model.ops.attention import IMPLEMENTATIONS, Bias, attention
 from model.ops.mask import CAUSAL, Prefix, block_matrix, window
 from model.ops.patterns import BigBird
-from model.positions.score_bias import ALiBiBias, KerpleLog, T5Bias, alibi_slopes
+from model.positions.score_bias import FIRE_SHARED, ALiBiBias, FIREBias, KerpleLog, T5Bias, alibi_slopes
 
 WINDOW, SOFT_CAP = 4096, 50.0
 DOCUMENTS, PREFIX = 8, 1024  # documents in a packed row, tokens that all see
 BIGBIRD = BigBird(64, first=2, near=2, random=3, seed=0)
-CASES = ("causal", "window", "alibi", "kerple", "t5", "soft cap", "sinks", "packed", "prefix", "bigbird")
+CASES = ("causal", "window", "alibi", "kerple", "fire", "t5", "soft cap", "sinks", "packed", "prefix", "bigbird")
 # length -> batch; the shapes that fused kernels are usually shown at, and one for a CPU
 SHAPES = {
     "gpu": dict(batches={8192: 2, 32_768: 1}, heads=16, head_dim=128, dtype="bfloat16"),
@@ -58,6 +58,12 @@ def seen(setting: Setting, torch: Any) -> Callable:
     }.get(setting["case"], lambda b, h, i, j: i >= j)
 
 
+def fire(*params: jax.Array) -> dict[str, Bias]:
+    axes = [(None,) * (x.ndim - 1) + ("heads",) for x in params]
+    names = (*FIRE_SHARED, "out")
+    return dict(bias=Bias(dict(zip(names, params, strict=True)), FIREBias(), dict(zip(names, axes, strict=True))))
+
+
 def ours(setting: Setting, implementation: str) -> Contender:
     shape = (setting["batch"], setting["n"], setting["heads"], setting["head_dim"])
     keys = jax.random.split(jax.random.key(0), 5)
@@ -66,6 +72,7 @@ def ours(setting: Setting, implementation: str) -> Contender:
     heads = setting["heads"]
     trained = {
         "kerple": [jnp.zeros(heads), jnp.zeros(heads)],
+        "fire": [jnp.zeros(heads), jnp.full(heads, 6.0), *jax.random.normal(keys[4], (3, 32, heads))],
         "t5": [jax.random.normal(keys[4], (32, heads))],
         "sinks": [jnp.zeros(heads, jnp.float32)],
     }.get(setting["case"], [])
@@ -76,6 +83,7 @@ def ours(setting: Setting, implementation: str) -> Contender:
         "window": lambda: dict(mask=CAUSAL & window(WINDOW)),
         "alibi": lambda: dict(bias=Bias({"m": slopes}, ALiBiBias(), {"m": ("heads",)})),
         "kerple": lambda r1, r2: dict(bias=Bias(dict(r1=r1, r2=r2), KerpleLog(), dict(r1=("heads",), r2=("heads",)))),
+        "fire": fire,
         "t5": lambda table: dict(bias=Bias({"table": table}, T5Bias(32, 128, causal=True), {"table": (None, "heads")})),
         "soft cap": lambda: dict(soft_cap=SOFT_CAP),
         "sinks": lambda sinks: dict(sinks=sinks),

@@ -7,7 +7,7 @@ declares the parameters. A key that the query does not see has a finite value to
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -216,24 +216,36 @@ class Kerple(Position):
         return Bias(params=params, fn=KERPLES[self.variant], axes=dict.fromkeys(params, ("heads",)))
 
 
-def fire_input(c: jax.Array, threshold: jax.Array, q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
-    """`psi(|i - j|) / psi(max(threshold, i, j))` in [0, 1], with `psi(x) = log(1 + c x)`, `[B or 1, L, M]`.
+def fire_input(c: jax.Array, threshold: jax.Array, i: jax.Array, j: jax.Array) -> jax.Array:
+    """`psi(|i - j|) / psi(max(threshold, i, j))` in [0, 1], with `psi(x) = log(1 + c x)`, elementwise.
 
     The paper divides by `psi(max(threshold, i))`, which is the same where no key is later than the query, as there.
     """
-    f = c.dtype
-    distance = jnp.abs(distances(q_positions, k_positions)).astype(f)
-    later = jnp.maximum(q_positions[:, :, None], k_positions[:, None, :]).astype(f)
+    distance, later = jnp.abs(i - j).astype(c.dtype), jnp.maximum(i, j).astype(c.dtype)
     # At least 1, which matters only to position 0 itself: its distance 0 is not divided by 0.
     return jnp.log1p(c * distance) / jnp.log1p(c * jnp.maximum(jnp.maximum(threshold, later), 1))
 
 
-def fire_bias(p: dict[str, jax.Array], q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
-    """An MLP of the interpolated distance, `[B or 1, H, L, M]`."""
-    x = fire_input(jnp.exp(p["log_c"]), jnp.exp(p["log_L"]), q_positions, k_positions)
-    hidden = jax.nn.relu(x[..., None] * p["hidden"] + p["hidden_bias"])
-    # In full: accelerators would round the factors, some to 8 bits.
-    return jnp.einsum("blmu,uh->bhlm", hidden, p["out"], precision="highest")
+@dataclass(frozen=True)
+class FIREBias(Pairwise):
+    """An MLP of the interpolated distance. log_c, log_L: [H]; hidden, hidden_bias, out: [units, H]; but for the last,
+    all heads' are the same."""
+
+    def __call__(self, params: dict[str, jax.Array], q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
+        """Units once for all heads."""
+        log_c, log_L, hidden, hidden_bias = (params[name][..., 0] for name in FIRE_SHARED)
+        x = fire_input(jnp.exp(log_c), jnp.exp(log_L), q_positions[:, :, None], k_positions[:, None, :])
+        units = jax.nn.relu(x[..., None] * hidden + hidden_bias)
+        # In full: accelerators would round the factors, some to 8 bits.
+        return jnp.einsum("blmu,uh->bhlm", units, params["out"], precision="highest")
+
+    def score(self, params: dict[str, Any], i: jax.Array, j: jax.Array) -> jax.Array:
+        x = fire_input(jnp.exp(params["log_c"]), jnp.exp(params["log_L"]), i, j)
+        units = zip(params["hidden"], params["hidden_bias"], params["out"], strict=True)
+        return sum(out * jax.nn.relu(hidden * x + bias) for hidden, bias, out in units)
+
+
+FIRE_SHARED = ("log_c", "log_L", "hidden", "hidden_bias")
 
 
 class FIRE(Position):
@@ -268,4 +280,6 @@ class FIRE(Position):
             name: self.param(name, nn.with_logical_partitioning(init, axes), shape, wide(self.dtype))
             for name, (init, shape, axes) in made.items()
         }
-        return Bias(params=params, fn=fire_bias, axes={name: axes for name, (_, _, axes) in made.items()})
+        for name in FIRE_SHARED:  # as a pairwise bias has them, for every head
+            params[name] = jnp.broadcast_to(params[name][..., None], (*params[name].shape, n_heads))
+        return Bias(params, FIREBias(), {name: (None,) * (x.ndim - 1) + ("heads",) for name, x in params.items()})

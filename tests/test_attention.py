@@ -277,8 +277,9 @@ def test_a_kernel_asked_for_by_name_says_what_it_lacks():
 def test_the_support_matrix_is_what_the_choice_reads():
     table = op.support_matrix()
     plain = dict.fromkeys(("ring", "decode", "xla", "tiled", "blocks", "reference"), "yes")
-    assert table["a position bias"] == dict(splash="-", cudnn="-", flash="yes", **plain)
-    assert table["a window on the distance with no causal mask"] == dict(splash="yes", cudnn="-", flash="yes", **plain)
+    assert table["a position bias"] == dict(splash="-", cudnn="-", flash="yes", flash_decode="yes", **plain)
+    windowed = table["a window on the distance with no causal mask"]
+    assert windowed == dict(splash="yes", cudnn="-", flash="yes", flash_decode="yes", **plain)
     assert set(table["platform"]) == set(op.IMPLEMENTATIONS)
 
 

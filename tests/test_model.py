@@ -86,7 +86,7 @@ def test_the_chunked_selective_scan_never_holds_all_states():
 
     states = 4 * B * L * E * N
     assert memory("associative") > states
-    for implementation in ("chunked", "chunked_serial"):
+    for implementation in ("chunked", "chunked_serial", "stepped"):
         assert memory(implementation) < states / 2, implementation
 
 

@@ -81,6 +81,18 @@ def test_platforms_add_up_in_their_own_ways_to_the_same():
         np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("L", [7, 100])
+def test_a_walk_over_tokens_is_the_scan_and_its_gradient(L):
+    """Which is what a CPU picks: within a chunk, and over several with a part of one at the end."""
+    arrays, objective = selective(L)
+    step = jax.jit(jax.grad(objective, has_aux=True), static_argnums=1)
+    got, want = step(arrays, "stepped"), step(arrays, "sequential")
+    for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
+    for mine, other in zip(jax.tree.leaves(step(arrays, None)), jax.tree.leaves(got), strict=True):
+        np.testing.assert_array_equal(mine, other)
+
+
 @pytest.mark.parametrize("sizes", [dict(data=2, sequence=2, tensor=2), dict(sequence=7)], ids=str)
 def test_devices_share_the_length_of_a_sequence(sizes):
     """The same values and gradients, with batch, time and channels split, and no more sent than states."""

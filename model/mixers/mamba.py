@@ -12,7 +12,7 @@ from model.errors import UserError
 from model.layers import dense, norm
 from model.mixers.state_space import log_uniform
 from model.ops.conv import conv_tail, short_conv
-from model.ops.scan import IMPLEMENTATIONS, selective_scan
+from model.ops.scan import SELECTIVE, selective_scan
 from model.settings import Dim, Positive
 
 
@@ -47,7 +47,7 @@ class Mamba(Mixer):
     dt_max: Positive = 0.1
     norm: Literal["none", "learned", "plain"] = "none"  # of dt, B and C: with a learned scale (Jamba), or without one
     norm_eps: Positive = 1e-5
-    implementation: Literal[*IMPLEMENTATIONS, "fused"] | None = None  # of the scan; None picks
+    implementation: Literal[*SELECTIVE] | None = None  # of the scan; None picks
 
     forward_only: ClassVar[bool] = True
     groups: ClassVar[dict[str, str]] = {

@@ -18,7 +18,7 @@ from model.contract import wide
 from model.errors import UserError, choose
 from model.ops import sharing
 from model.ops.block_attention import blocks
-from model.ops.decode_attention import decode
+from model.ops.decode_attention import decode, flash_decode
 from model.ops.dense_attention import reference, weights_and_lse, xla
 from model.ops.fused_attention import cudnn, flash, splash
 from model.ops.mask import CAUSAL, FULL, Mask
@@ -113,6 +113,14 @@ IMPLEMENTATIONS = {
         summary="tiles of a device's own queries and keys that go round the devices",
         needs=frozenset({"ring"}),
     ),
+    "flash_decode": Implementation(
+        run=flash_decode,
+        summary="our own kernel for GPUs, for one query a row to what a cache holds so far",
+        lacks=frozenset({"uneven blocks", "other bias", "additive", "levels", "ring"}),
+        needs=frozenset({"filled"}),
+        chips=(Chip("gpu", capability=(8, 0), head_dim=256),),
+        dtypes=("bfloat16", "float16", "float32"),
+    ),
     "decode": Implementation(
         run=decode,
         summary="a tile of what a cache holds so far at a time, in plain XLA",
@@ -196,8 +204,9 @@ def prepare(
     a score s into c tanh(s/c); then `bias` is added. `sinks` `[H]` are logits that take part in the softmax and have no
     value; `additive` `[H, K]` are the weights of Bahdanau's score. `q_levels` `[B or 1, L, H]` and `k_levels`
     `[B or 1, M, H]` lower a score by the distance between the two. Of a cache `k_filled` `[]` says how much of it is
-    written, from the first key on; what is behind that must be of no document. `right_padded`: segments are of one document a row,
-    with padding behind it; what padding then gets means nothing. `gapless`: no padding stands inside documents.
+    written, from the first key on; what is behind that must be of no document. `right_padded`: segments are of one
+    document a row, with padding behind it; what padding then gets means nothing. `gapless`: no padding stands inside
+    documents.
     """
     (B, L, H, K), G = q.shape, k.shape[2]
     if H % G:
@@ -304,7 +313,7 @@ def pick(given: str | tuple[str, ...] | None, form: Form, o: Operands, with_lse:
                 f"leave it unset, or choose from {', '.join(n for n in IMPLEMENTATIONS if not lacking(n, *call))}"
             )
         return chosen
-    for name in ("ring", "splash", "cudnn", "flash"):
+    for name in ("ring", "splash", "cudnn", "flash_decode", "flash"):
         if not lacking(name, *call):
             return IMPLEMENTATIONS[name]
     # A GPU would ask its host at every turn of a loop whether there is another.

@@ -18,6 +18,7 @@ from model.ops.scores import Form, Operands, levels, raw_scores, shape_scores, v
 
 Array = jax.Array
 TILE = 256  # keys; on 2 CPU cores 128 to 512 took about as long
+SHORTEST = 64  # a tile of the kernel's
 
 BY_KEY = ("k", "v", "k_positions", "k_segments", "k_levels")  # of Operands, [B or 1, M, ...]
 
@@ -72,11 +73,25 @@ def decode_backward(form, o, grads):
 decode.defvjp(decode_forward, decode_backward)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0, 2))
 def flash_decode(form: Form, o: Operands, interpret: bool = False) -> tuple[Array, Array]:
-    """The same in a kernel for NVIDIA GPUs; `interpret` runs it anywhere, slowly."""
+    """The same in a kernel for NVIDIA GPUs; `interpret` runs it anywhere, slowly.
+
+    It reads the cache as it lies, and so takes no caches shorter than a tile and no head dims but powers of two.
+    """
+    dims, M = {o.q.shape[-1], o.v.shape[-1]}, o.k.shape[1]
+    if M < SHORTEST or not all(dim in (16, 32, 64, 128, 256) for dim in dims):
+        return xla(form, o)
     from model.ops import decode_kernels  # here: Pallas takes a second to load, and only GPUs need it
 
     return decode_kernels.flash_decode(form, o, interpret)
+
+
+def flash_decode_forward(form, o, interpret):
+    return flash_decode(form, o, interpret), o
+
+
+flash_decode.defvjp(flash_decode_forward, lambda form, interpret, o, grads: decode_backward(form, o, grads))
 
 
 def parts_of(M: int, rows: int) -> tuple[int, int]:

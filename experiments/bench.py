@@ -5,6 +5,7 @@
     python -m experiments.bench attention time and memory of attention beside its peers
     python -m experiments.bench scan      the same of state spaces: scans, Mamba-2's products, long convolutions
     python -m experiments.bench state     the same of linear attention's kernels on a GPU, each beside the plain one
+    python -m experiments.bench decode    time to the first token and for each one after it, beside its peers
     python -m experiments.bench determinism   whether a run has the same bits again, and when killed and resumed
     python -m experiments.bench features  how far random features are from softmax, by their number
     python -m experiments.bench scaling   time and memory of a layer of every mixer, by length, in --minutes
@@ -28,6 +29,7 @@ from absl import flags
 
 from experiments.measurements import (
     attention_speed,
+    decode_speed,
     determinism,
     features,
     overhead,
@@ -48,7 +50,7 @@ from train.revision import revision
 
 CONFIG = flags.DEFINE_multi_string("config", [], "Config file, with its argument if any; may be repeated.")
 STEPS = cli.flag("steps", Annotated[int, within(2, LARGEST)], 500, "loop: steps in a round.")
-ROUNDS = cli.flag("rounds", Count, 3, "loop, attention, scan, state: times that each contender has its turn.")
+ROUNDS = cli.flag("rounds", Count, 3, "loop, attention, scan, state, decode: times that each contender has its turn.")
 KIND = flags.DEFINE_multi_string("kind", [], "state: what decays; may be repeated (default: every kind).")
 SHAPE = flags.DEFINE_multi_string("shape", [], "state: rows x tokens; may be repeated (default: every shape).")
 KILLS = cli.flag("kills", Count, 3, "determinism: times that a run is killed, and then resumed.")
@@ -93,6 +95,11 @@ def bench_state() -> Iterator[tuple[dict, str]]:
         yield row, state_speed.sentence(row)
 
 
+def bench_decode() -> Iterator[tuple[dict, str]]:
+    for row in decode_speed.measure(ROUNDS.value):
+        yield row, decode_speed.sentence(row)
+
+
 def bench_determinism() -> Iterator[tuple[dict, str]]:
     settings = {} if CONFIG.value else determinism.SETTINGS
     overrides = {**settings, **{key: read_value(text) for key, text in cli.overrides()}}
@@ -130,6 +137,7 @@ BENCHES: dict[str, Callable[[], Iterator[tuple[dict, str]]]] = {
     "startup": bench_startup,
     **{name: partial(bench_contenders, name) for name in CONTESTS},
     "state": bench_state,
+    "decode": bench_decode,
     "determinism": bench_determinism,
     "features": bench_features,
     "scaling": bench_scaling,
@@ -137,6 +145,7 @@ BENCHES: dict[str, Callable[[], Iterator[tuple[dict, str]]]] = {
 MARKDOWN: dict[str, Callable[[list[dict]], str]] = {
     **{name: partial(speed.table, lead=contest.LEAD) for name, contest in CONTESTS.items()},
     "state": state_speed.table,
+    "decode": decode_speed.table,
     "determinism": determinism.table,
     "features": features.table,
     "scaling": growth.table,
@@ -144,7 +153,7 @@ MARKDOWN: dict[str, Callable[[list[dict]], str]] = {
 PICTURES: dict[str, Callable[[list[dict], Path], None]] = {"scaling": growth.picture}
 # The flags of those that take no config.
 FLAGS = {
-    **dict.fromkeys(CONTESTS, "--rounds and --out"),
+    **dict.fromkeys((*CONTESTS, "decode"), "--rounds and --out"),
     "state": "--kind, --shape, --rounds and --out",
     "features": "--out",
     "scaling": "--minutes, --mixers, --longest, --mixed and --out",

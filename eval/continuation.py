@@ -11,7 +11,7 @@ import numpy as np
 from data import Task
 from data.source_target import END, START, SourceTask
 from data.text import Text
-from eval.generate import generate
+from eval.generate import Pace, generate
 from eval.restore import Restored
 from eval.sample import Sampling
 from model.errors import UserError
@@ -24,14 +24,17 @@ HIDDEN = "<mask>"  # what a prompt hides, where a model was trained to fill it i
 def continuation(
     restored: Restored, *, prompt: str, tokens: int, temperature: float, top_k: int, top_p: float, seed: int
 ) -> None:
-    """The suite: prints the prompt and `tokens` tokens after it, or the answer to it; nothing is written."""
+    """The suite: prints the prompt and `tokens` tokens after it, or the answer to it; nothing is written.
+
+    How long that took goes to stderr: to the first token, and the pace of the others.
+    """
     run = restored.run
     check_tokens(run.task)
     sampling = Sampling(temperature, top_k, top_p)
     first, source, end = beginning(restored.run, prompt)
     given = {} if source is None else {"source": np.array([source], np.int32)}
-    rows = np.array([first], np.int32)
-    made = generate(run.model, restored.params, rows, tokens, sampling, jax.random.key(seed), **given)
+    rows, pace = np.array([first], np.int32), Pace()
+    made = generate(run.model, restored.params, rows, tokens, sampling, jax.random.key(seed), **given, pace=pace)
     written = itertools.takewhile(lambda token: token != end, (int(token[0]) for token in made))
     sys.stdout.write(prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
     sys.stdout.write("\n" if given else "")
@@ -39,6 +42,8 @@ def continuation(
         sys.stdout.write(piece)
         sys.stdout.flush()
     sys.stdout.write("\n")
+    rest = "" if pace.tokens_per_s is None else f", then {pace.tokens_per_s:,.0f} tokens/s"
+    print(f"first token after {pace.first_s:.2f} s, compiling included{rest}", file=sys.stderr)
 
 
 def beginning(run: Run, prompt: str) -> tuple[list[int], list[int] | None, int | None]:

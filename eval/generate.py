@@ -1,5 +1,7 @@
 """Autoregressive generation from the carried state: prefill of the prompt, then blocks of decoding steps."""
 
+import dataclasses
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +23,27 @@ from model.stack import apart
 BLOCK = 16
 
 
+@dataclasses.dataclass
+class Pace:
+    """When tokens were there; filled in as they are made, if it is given."""
+
+    started: float = dataclasses.field(default_factory=time.perf_counter)
+    first: float = 0.0  # the prompt was read, and the first token drawn
+    stepping: float = 0.0  # the first block of steps was compiled and on its way
+    last: float = 0.0
+    tokens: int = 0
+
+    @property
+    def first_s(self) -> float:
+        """Seconds to the first token; compiling included, if the program was new."""
+        return self.first - self.started
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of each row, after the first, without compiling; None: there were no more."""
+        return (self.tokens - 1) / (self.last - self.stepping) if self.tokens > 1 else None
+
+
 def generate(
     model: Model,
     params: Any,
@@ -32,6 +55,7 @@ def generate(
     block: int = BLOCK,
     source: np.ndarray | None = None,
     source_segments: np.ndarray | None = None,
+    pace: Pace | None = None,
 ) -> Iterator[np.ndarray]:
     """The n tokens after the prompt `[B, P]`, each `[B]`, as they are made.
 
@@ -42,7 +66,7 @@ def generate(
     check(model, prompt.shape[1], n, 0 if source is None else source.shape[1])
     given = {"segments": segments, "source": source, "source_segments": source_segments}
     given = {name: array for name, array in given.items() if array is not None}
-    return tokens_by_block(model, params, prompt, n, sampling, key, given, block)
+    return tokens_by_block(model, params, prompt, n, sampling, key, given, block, pace or Pace())
 
 
 def check(model: Model, prompt: int, n: int, source: int = 0) -> None:
@@ -92,18 +116,28 @@ def tokens_by_block(
     key: jax.Array,
     given: Mapping[str, np.ndarray],
     block: int,
+    pace: Pace,
 ) -> Iterator[np.ndarray]:
     token, state = prefill(model, sampling, prompt.shape[1] + n, params, prompt, given, key)
     ready, count, done = token[None], 1, 1
+    jax.block_until_ready(token)
+    pace.first = pace.last = time.perf_counter()
     if n > 1:
         params = for_steps(model, params, state, token)
+
+    def shown() -> np.ndarray:
+        arrived = np.asarray(ready)[:count]
+        pace.last, pace.tokens = time.perf_counter(), pace.tokens + count
+        return arrived
+
     while done < n:
         ahead = min(block, n - done)
         state, token, made = decode(model, sampling, block, params, state, token, key, done, ahead)
+        pace.stepping = pace.stepping or time.perf_counter()
         # One block behind the device, which is at work on the next while the caller is shown this one.
-        yield from np.asarray(ready)[:count]
+        yield from shown()
         ready, count, done = made, ahead, done + ahead
-    yield from np.asarray(ready)[:count]
+    yield from shown()
 
 
 @partial(jax.jit, static_argnames=("model", "sampling", "max_len"))

@@ -7,6 +7,7 @@
     python -m experiments.bench state     the same of linear attention's kernels on a GPU, each beside the plain one
     python -m experiments.bench kernels   the last three, one after another
     python -m experiments.bench step      time and memory of a training step, in several forms and beside a peer
+    python -m experiments.bench decode    time to the first token and for each one after it, beside its peers
     python -m experiments.bench determinism   whether a run has the same bits again, and when killed and resumed
     python -m experiments.bench features  how far random features are from softmax, by their number
     python -m experiments.bench scaling   time and memory of a layer of every mixer, by length, in --minutes
@@ -30,6 +31,7 @@ from absl import flags
 
 from experiments.measurements import (
     attention_speed,
+    decode_speed,
     determinism,
     features,
     overhead,
@@ -51,7 +53,9 @@ from train.revision import revision
 
 CONFIG = flags.DEFINE_multi_string("config", [], "Config file, with its argument if any; may be repeated.")
 STEPS = cli.flag("steps", Annotated[int, within(2, LARGEST)], 500, "loop: steps in a round.")
-ROUNDS = cli.flag("rounds", Count, 3, "loop, attention, scan, state, step: times that each contender has its turn.")
+ROUNDS = cli.flag(
+    "rounds", Count, 3, "All but startup, determinism, features and scaling: times that each has its turn."
+)
 KIND = flags.DEFINE_multi_string("kind", [], "state: what decays; may be repeated (default: every kind).")
 SHAPE = flags.DEFINE_multi_string("shape", [], "state: rows x tokens; may be repeated (default: every shape).")
 KILLS = cli.flag("kills", Count, 3, "determinism: times that a run is killed, and then resumed.")
@@ -110,6 +114,11 @@ def bench_step() -> Iterator[tuple[dict, str]]:
         yield row, step_speed.sentence(row)
 
 
+def bench_decode() -> Iterator[tuple[dict, str]]:
+    for row in decode_speed.measure(ROUNDS.value):
+        yield row, decode_speed.sentence(row)
+
+
 def bench_determinism() -> Iterator[tuple[dict, str]]:
     settings = {} if CONFIG.value else determinism.SETTINGS
     overrides = {**settings, **{key: read_value(text) for key, text in cli.overrides()}}
@@ -156,6 +165,7 @@ BENCHES: dict[str, Callable[[], Iterator[tuple[dict, str]]]] = {
     "state": bench_state,
     "kernels": bench_kernels,
     "step": bench_step,
+    "decode": bench_decode,
     "determinism": bench_determinism,
     "features": bench_features,
     "scaling": bench_scaling,
@@ -165,6 +175,7 @@ MARKDOWN: dict[str, Callable[[list[dict]], str]] = {
     "state": state_speed.table,
     "kernels": kernels_table,
     "step": step_speed.table,
+    "decode": decode_speed.table,
     "determinism": determinism.table,
     "features": features.table,
     "scaling": growth.table,
@@ -172,9 +183,8 @@ MARKDOWN: dict[str, Callable[[list[dict]], str]] = {
 PICTURES: dict[str, Callable[[list[dict], Path], None]] = {"scaling": growth.picture}
 # The flags of those that take no config.
 FLAGS = {
-    **dict.fromkeys(CONTESTS, "--rounds and --out"),
+    **dict.fromkeys((*CONTESTS, "kernels", "step", "decode"), "--rounds and --out"),
     "state": "--kind, --shape, --rounds and --out",
-    **dict.fromkeys(("kernels", "step"), "--rounds and --out"),
     "features": "--out",
     "scaling": "--minutes, --mixers, --longest, --mixed and --out",
 }

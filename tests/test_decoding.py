@@ -12,6 +12,7 @@ import pytest
 from configs import base
 from eval.generate import decode, for_steps
 from eval.sample import Sampling
+from experiments.measurements import decode_speed
 from model import build, entries
 from model.asked import Asked
 from model.ops.attention import prepare
@@ -131,3 +132,19 @@ def test_a_step_s_parameters_are_narrow_where_they_multiply_and_no_other_numbers
     assert layer["A_log"].dtype == layer["norm"]["scale"].dtype == jnp.float32
     step = jax.jit(lambda params: model.apply({"params": params}, token[:, None], state=state)[0])
     np.testing.assert_array_equal(step(ready), step(params))
+
+
+@pytest.mark.scale
+def test_bench_decode_makes_rows_of_every_contender(monkeypatch):
+    tiny = dict(width=16, layers=1, heads=2, vocab=V, prompt=8, tokens=17, dtype="float32")
+    monkeypatch.setattr(decode_speed, "SIZES", dict.fromkeys(("cpu", "gpu"), tiny))
+    monkeypatch.setattr(decode_speed, "BATCHES", (2,))
+    monkeypatch.setattr(decode_speed, "CASES", {"attention": decode_speed.CASES["attention"]})
+    rows = list(decode_speed.measure(rounds=1))
+    assert [row["contender"] for row in rows][:2] == ["longview cached", "longview naive"]
+    for row in rows[:2]:
+        assert all(row[key] > 0 for key in decode_speed.FIGURES), row
+        assert row["tokens_per_s"] == pytest.approx(2e3 / row["token_ms"])
+    first, _, cached, *_ = decode_speed.table([rows[0], dict(rows[1], error="x")]).splitlines()
+    assert first.startswith("| mixer | batch | prompt | contender | first token ms |")
+    assert cached.startswith("| attention | 2 | 8 | longview cached |")

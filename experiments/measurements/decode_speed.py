@@ -1,0 +1,196 @@
+"""How fast a model writes: prefill and decoding apart, from a carried state and, beside it, from scratch every time.
+
+On a GPU the peer of attention is a LLaMA of the same size, where `transformers` is installed: its cache is of one size,
+and its step compiled.
+"""
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+
+from configs import base
+from eval.generate import BLOCK, decode, for_steps, prefill
+from eval.sample import Sampling
+from experiments.measurements import torch_decode
+from experiments.measurements.speed import Setting
+from model import build, entries
+from model.asked import Asked
+
+GREEDY = Sampling(temperature=0)
+CASES = {"attention": dict(position="rope"), "mamba2": dict(position="none", mlp="none")}
+SIZES = {
+    "gpu": dict(width=768, layers=12, heads=12, vocab=32_000, prompt=2048, tokens=129, dtype="bfloat16"),
+    "cpu": dict(width=64, layers=2, heads=4, vocab=256, prompt=128, tokens=33, dtype="float32"),
+}
+BATCHES = (1, 8, 64)
+FROM_SCRATCH = 4  # tokens that are made by reading all before them: each takes as long as the next
+LEAD = {"case": "mixer", "batch": "batch", "prompt": "prompt"}
+FIGURES = {
+    **{"first_ms": "first token ms", "token_ms": "ms a token", "tokens_per_s": "tokens/s, all rows"},
+    **{"cold_s": "compile s", "warm_s": "again s"},
+}
+DIGITS = {"token_ms": 3, "tokens_per_s": 0}  # behind the point
+
+# Made ready: seconds to the first token, and seconds for each of the others, of one turn.
+Turn = Callable[[], tuple[float, float]]
+
+
+def settings() -> Iterator[Setting]:
+    size = SIZES["cpu" if jax.default_backend() == "cpu" else "gpu"]
+    for case in CASES:
+        for batch in BATCHES:
+            yield dict(case=case, batch=batch, **size)
+
+
+def measure(rounds: int) -> Iterator[dict[str, Any]]:
+    """A row per setting and contender: the best of all rounds; one that breaks down says so."""
+    for setting in settings():
+        for name, enter in contenders(setting).items():
+            row = setting | dict(contender=name)
+            try:
+                turn, compiling = enter(setting)
+                first, token = (min(times) for times in zip(*(turn() for _ in range(rounds)), strict=True))
+                speed = dict(first_ms=1e3 * first, token_ms=1e3 * token, tokens_per_s=setting["batch"] / token)
+                yield row | speed | compiling
+            except Exception as error:  # out of memory, or a peer that cannot compile
+                yield row | dict(error=f"{type(error).__name__}: {error}".splitlines()[0][:200])
+
+
+def contenders(setting: Setting) -> dict[str, Callable[[Setting], tuple[Turn, dict[str, float]]]]:
+    return {"longview cached": cached, "longview naive": naive} | torch_decode.contenders(setting)
+
+
+def model_of(setting: Setting) -> tuple[Any, Any, jax.Array]:
+    """The model, parameters as training begins, and prompts `[B, P]`."""
+    case = setting["case"]
+    section = base.get_config().model.to_dict() | entries.sections((case,), CASES[case]["position"])
+    section |= dict(mixers=(case,), width=setting["width"], layers=setting["layers"], dtype=setting["dtype"])
+    section |= CASES[case]
+    if case == "attention":
+        section["attention"] |= dict(n_heads=setting["heads"])
+    model = build.build(section, Asked(setting["vocab"]))
+    begin = jax.jit(lambda: nn.unbox(model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]))
+    rows = np.random.default_rng(0).integers(0, setting["vocab"], (setting["batch"], setting["prompt"]))
+    return model, begin(), jnp.asarray(rows, jnp.int32)
+
+
+def cached(setting: Setting) -> tuple[Turn, dict[str, float]]:
+    """The prompt once, then blocks of steps from the state."""
+    model, params, prompts = model_of(setting)
+    key, n = jax.random.key(0), setting["tokens"]
+    room = setting["prompt"] + n
+
+    def compiled() -> tuple[Callable, Callable]:
+        first = prefill.lower(model, GREEDY, room, params, prompts, {}, key)
+        token, state = first.out_info
+        ready = jax.eval_shape(partial(for_steps, model), params, state, token)
+        steps = decode.lower(model, GREEDY, BLOCK, ready, state, token, key, 1, BLOCK)
+        return first.compile(), steps.compile()
+
+    (first, steps), compiling = twice(compiled)
+    ready = None
+
+    def turn() -> tuple[float, float]:
+        nonlocal ready
+        start = time.perf_counter()
+        token, state = jax.block_until_ready(first(params, prompts, {}, key))
+        read = time.perf_counter()
+        ready = for_steps(model, params, state, token) if ready is None else ready
+        jax.block_until_ready(ready)
+        begun, made = time.perf_counter(), 0
+        while made < n - 1:
+            state, token, _ = steps(ready, state, token, key, made + 1, BLOCK)
+            made += BLOCK
+        jax.block_until_ready(token)
+        return read - start, (time.perf_counter() - begun) / made
+
+    return turn, compiling
+
+
+def naive(setting: Setting) -> tuple[Turn, dict[str, float]]:
+    """Every token from all before it, in rows as long as they will ever be."""
+    model, params, prompts = model_of(setting)
+    P = setting["prompt"]
+    rows = jnp.pad(prompts, ((0, 0), (0, setting["tokens"])))
+
+    @jax.jit
+    def step(params: Any, rows: jax.Array, done: int) -> jax.Array:
+        at = jnp.full((rows.shape[0], 1), done - 1, jnp.int32)
+        logits, _ = model.apply({"params": params}, rows, at=at)
+        return rows.at[:, done].set(jnp.argmax(logits[:, 0], -1).astype(rows.dtype))
+
+    run, compiling = twice(lambda: step.lower(params, rows, P).compile())
+
+    def turn() -> tuple[float, float]:
+        times = [time.perf_counter()]
+        made = rows
+        for i in range(1 + FROM_SCRATCH):
+            made = jax.block_until_ready(run(params, made, P + i))
+            times.append(time.perf_counter())
+        return times[1] - times[0], (times[-1] - times[1]) / FROM_SCRATCH
+
+    return turn, compiling
+
+
+def twice(compiled: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+    """Programs, with the seconds that it takes to make them at first, and from what a cache on disk has kept."""
+    with fresh_cache():
+        seconds = []
+        for _ in range(2):
+            jax.clear_caches()
+            start = time.perf_counter()
+            made = compiled()
+            seconds.append(time.perf_counter() - start)
+    return made, dict(cold_s=seconds[0], warm_s=seconds[1])
+
+
+@contextlib.contextmanager
+def fresh_cache() -> Iterator[None]:
+    """Compiled programs are kept in a folder of their own, and of any size."""
+    wanted = dict(jax_persistent_cache_min_compile_time_secs=0.0, jax_persistent_cache_min_entry_size_bytes=-1)
+    with tempfile.TemporaryDirectory() as folder:
+        wanted |= dict(jax_compilation_cache_dir=folder, jax_enable_compilation_cache=True)
+        before = {name: getattr(jax.config, name) for name in wanted}
+        try:
+            put(wanted)
+            yield
+        finally:
+            put(before)
+
+
+def put(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # it looks at the folder once
+
+
+def figure(row: dict[str, Any], key: str) -> str:
+    if key not in row:
+        return "failed" if "error" in row else "-"
+    return (
+        f"{row[key]:,.0f}" if key == "tokens_per_s" else f"{row[key]:.3f}" if key == "token_ms" else f"{row[key]:.1f}"
+    )
+
+
+def sentence(row: dict[str, Any]) -> str:
+    figures = row.get("error") or ", ".join(f"{figure(row, key)} {title}" for key, title in FIGURES.items())
+    return f"{' '.join(str(row[key]) for key in LEAD)}, {row['contender']}: {figures}"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Markdown: a line per setting and contender."""
+    titles = [*LEAD.values(), "contender", *FIGURES.values()]
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    for row in rows:
+        named = [f"{row[key]:,}" if isinstance(row[key], int) else str(row[key]) for key in (*LEAD, "contender")]
+        lines.append("| " + " | ".join(named + [figure(row, key) for key in FIGURES]) + " |")
+    return "\n".join(lines) + "\n"

@@ -53,9 +53,7 @@ from train.revision import revision
 
 CONFIG = flags.DEFINE_multi_string("config", [], "Config file, with its argument if any; may be repeated.")
 STEPS = cli.flag("steps", Annotated[int, within(2, LARGEST)], 500, "loop: steps in a round.")
-ROUNDS = cli.flag(
-    "rounds", Count, 3, "All but startup, determinism, features and scaling: times that each has its turn."
-)
+ROUNDS = cli.flag("rounds", Count, 3, "All that compare: times that each contender has its turn.")
 KIND = flags.DEFINE_multi_string("kind", [], "state: what decays; may be repeated (default: every kind).")
 SHAPE = flags.DEFINE_multi_string("shape", [], "state: rows x tokens; may be repeated (default: every shape).")
 KILLS = cli.flag("kills", Count, 3, "determinism: times that a run is killed, and then resumed.")

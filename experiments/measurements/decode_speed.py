@@ -4,8 +4,6 @@ On a GPU the peer of attention is a LLaMA of the same size, where `transformers`
 and its step compiled.
 """
 
-import contextlib
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,13 +13,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.compilation_cache import compilation_cache
 
 from configs import base
 from eval.generate import BLOCK, decode, for_steps, prefill
 from eval.sample import Sampling
 from experiments.measurements import torch_decode
-from experiments.measurements.speed import Setting
+from experiments.measurements.speed import COMPILING, Setting, compiled_twice
 from model import build, entries
 from model.asked import Asked
 
@@ -36,9 +33,8 @@ FROM_SCRATCH = 4  # tokens that are made by reading all before them: each takes 
 LEAD = {"case": "mixer", "batch": "batch", "prompt": "prompt"}
 FIGURES = {
     **{"first_ms": "first token ms", "token_ms": "ms a token", "tokens_per_s": "tokens/s, all rows"},
-    **{"cold_s": "compile s", "warm_s": "again s"},
+    **COMPILING,
 }
-DIGITS = {"token_ms": 3, "tokens_per_s": 0}  # behind the point
 
 # Made ready: seconds to the first token, and seconds for each of the others, of one turn.
 Turn = Callable[[], tuple[float, float]]
@@ -96,7 +92,7 @@ def cached(setting: Setting) -> tuple[Turn, dict[str, float]]:
         steps = decode.lower(model, GREEDY, BLOCK, ready, state, token, key, 1, BLOCK)
         return first.compile(), steps.compile()
 
-    (first, steps), compiling = twice(compiled)
+    (first, steps), compiling = compiled_twice(compiled)
     ready = None
 
     def turn() -> tuple[float, float]:
@@ -128,7 +124,7 @@ def naive(setting: Setting) -> tuple[Turn, dict[str, float]]:
         logits, _ = model.apply({"params": params}, rows, at=at)
         return rows.at[:, done].set(jnp.argmax(logits[:, 0], -1).astype(rows.dtype))
 
-    run, compiling = twice(lambda: step.lower(params, rows, P).compile())
+    run, compiling = compiled_twice(lambda: step.lower(params, rows, P).compile())
 
     def turn() -> tuple[float, float]:
         times = [time.perf_counter()]
@@ -139,38 +135,6 @@ def naive(setting: Setting) -> tuple[Turn, dict[str, float]]:
         return times[1] - times[0], (times[-1] - times[1]) / FROM_SCRATCH
 
     return turn, compiling
-
-
-def twice(compiled: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
-    """Programs, with the seconds that it takes to make them at first, and from what a cache on disk has kept."""
-    with fresh_cache():
-        seconds = []
-        for _ in range(2):
-            jax.clear_caches()
-            start = time.perf_counter()
-            made = compiled()
-            seconds.append(time.perf_counter() - start)
-    return made, dict(cold_s=seconds[0], warm_s=seconds[1])
-
-
-@contextlib.contextmanager
-def fresh_cache() -> Iterator[None]:
-    """Compiled programs are kept in a folder of their own, and of any size."""
-    wanted = dict(jax_persistent_cache_min_compile_time_secs=0.0, jax_persistent_cache_min_entry_size_bytes=-1)
-    with tempfile.TemporaryDirectory() as folder:
-        wanted |= dict(jax_compilation_cache_dir=folder, jax_enable_compilation_cache=True)
-        before = {name: getattr(jax.config, name) for name in wanted}
-        try:
-            put(wanted)
-            yield
-        finally:
-            put(before)
-
-
-def put(settings: dict[str, Any]) -> None:
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()  # it looks at the folder once
 
 
 def figure(row: dict[str, Any], key: str) -> str:

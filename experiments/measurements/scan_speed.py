@@ -40,7 +40,7 @@ SIZES = {
         "convolution": dict(channels=128, dtype="float32"),
     },
 }
-SCANS = ("associative", "chunked", "chunked_serial", "fused")
+SCANS = {"gpu": ("associative", "chunked", "fused"), "cpu": ("associative", "chunked", "chunked_serial", "stepped")}
 LEAD = {"case": "case", "batch": "batch", "length": "length"}
 
 
@@ -55,7 +55,8 @@ def contenders(setting: Setting) -> dict[str, Callable[[], Contender]]:
     arrays = inputs(setting)
     case = setting["case"]
     if case == "mamba":
-        return {f"longview {form}": partial(enter, partial(mamba, implementation=form), arrays) for form in SCANS}
+        forms = SCANS["cpu" if jax.default_backend() == "cpu" else "gpu"]
+        return {f"longview {form}": partial(enter, partial(mamba, implementation=form), arrays) for form in forms}
     ours = {"mamba2": mamba2, "convolution": fft_conv}[case]
     return {"longview": partial(enter, ours, arrays)} | torch_scan.contenders(case, arrays)
 

@@ -1,5 +1,6 @@
 """Contenders side by side: time and memory, forward and with gradient, in one process and one run."""
 
+import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,6 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from model.errors import UserError
 
 MIB = 2**20
+COMPILING = {"compile_s": "s to compile", "compile_again_s": "s from the cache"}
 LEAST = 0.2  # seconds that a round lasts
 
 # Forward; gradient; and what else a row says: what the gradient needs beside its inputs and outputs, and of ours how
@@ -74,30 +76,41 @@ def compiled(run: Callable, cotangent: Any, *args: Any) -> Contender:
         return output, pull(cotangent)
 
     forward = jax.jit(run).lower(*args).compile()
-    gradient, cold, warm = compiled_twice(lambda: jax.jit(pulled).lower(cotangent, *args))
-    said = dict(temp_mib=gradient.memory_analysis().temp_size_in_bytes / MIB, compile_s=cold, compile_again_s=warm)
+    gradient, said = compiled_twice(lambda: jax.jit(pulled).lower(cotangent, *args).compile())
+    said["temp_mib"] = gradient.memory_analysis().temp_size_in_bytes / MIB
     return partial(forward, *args), partial(gradient, cotangent, *args), lambda: said
 
 
-def compiled_twice(lower: Callable[[], jax.stages.Lowered]) -> tuple[jax.stages.Compiled, float, float]:
-    """A program; the seconds that it took, traced and compiled anew; and those with a compilation cache that has it."""
-    kept = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+def compiled_twice(compiled: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+    """Programs, and the seconds that tracing and compiling them takes: anew, and with a cache on disk that has them."""
     seconds = []
-    with tempfile.TemporaryDirectory() as folder:
-        use_cache(folder, 0)
+    with fresh_cache():
         for _ in range(2):
             jax.clear_caches()
             start = time.perf_counter()
-            program = lower().compile()
+            programs = compiled()
             seconds.append(time.perf_counter() - start)
-        use_cache(*kept)
-    return program, *seconds
+    return programs, dict(zip(COMPILING, seconds, strict=True))
 
 
-def use_cache(folder: str | None, least_seconds: float) -> None:
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
-    compilation_cache.reset_cache()
+@contextlib.contextmanager
+def fresh_cache() -> Iterator[None]:
+    """Compiled programs are kept in a folder of their own, and of any size."""
+    wanted = dict(jax_persistent_cache_min_compile_time_secs=0.0, jax_persistent_cache_min_entry_size_bytes=-1)
+    with tempfile.TemporaryDirectory() as folder:
+        wanted |= dict(jax_compilation_cache_dir=folder, jax_enable_compilation_cache=True)
+        before = {name: getattr(jax.config, name) for name in wanted}
+        try:
+            put(wanted)
+            yield
+        finally:
+            put(before)
+
+
+def put(settings: dict[str, Any]) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # it looks at the folder once
 
 
 def compiled_bytes(step: jax.stages.Compiled) -> int:

@@ -37,6 +37,7 @@ from model.settings import (
     defaults,
     section,
 )
+from model.stack import KEPT
 from train.objective import Smoothing
 from train.objectives import OBJECTIVES
 
@@ -83,7 +84,9 @@ class Model:
     pool: Literal["mean", "cls", "last"] = "mean"  # the hidden vector that classification reads
     # One compiled layer, looped; False unrolls the loop: same parameters, same results. None: by depth and platform.
     scan: bool | None = None
-    remat: bool = False  # recompute activations in the backward pass
+    # Of each layer for the backward pass, which computes the rest anew (remat); matmuls: products with parameters and what
+    # kernels make; nothing: the layer's inputs alone.
+    kept: Literal[*KEPT] = "all"
     dtype: Literal[*DTYPES] = "float32"  # of activations; parameters, softmax and recurrent states stay float32
 
 

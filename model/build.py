@@ -130,7 +130,7 @@ def backbone_of(
     return partial(
         Backbone,
         width=c["width"],
-        stack=partial(Stack, blocks=blocks, layers=layers, scan=c["scan"], remat=c["remat"]),
+        stack=partial(Stack, blocks=blocks, layers=layers, scan=c["scan"], kept=c["kept"]),
         position=position_of(c, c["position"]),
         bias_heads=bias_heads(c, mixers),
         **stream_norms(c),

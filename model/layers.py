@@ -27,9 +27,11 @@ class Dense(nn.Module):
     init: nn.initializers.Initializer = fan_in
     dtype: Any = jnp.float32
     out: Any = None  # dtype of the result; None: `dtype`
+    of: Callable[..., jax.Array] | None = None  # makes what is mapped of what is given; the gradient makes it anew
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, *given: jax.Array) -> jax.Array:
+        x = jax.eval_shape(self.of, *given) if self.of else given[0]
         contracted = x.shape[-self.inputs :]
 
         def flat_init(key, shape, dtype):  # fans are those of the map as a matrix
@@ -38,7 +40,12 @@ class Dense(nn.Module):
 
         kernel_init = nn.with_logical_partitioning(flat_init, self.axes)
         kernel = self.param("kernel", kernel_init, (*contracted, *self.features), wide(self.dtype))
-        y = linear(x.astype(self.dtype), kernel, self.inputs, self.out)
+
+        def mapped(kernel, *given):
+            x = self.of(*given) if self.of else given[0]
+            return linear(x.astype(self.dtype), kernel, self.inputs, self.out)
+
+        y = (jax.checkpoint(mapped, prevent_cse=False) if self.of else mapped)(kernel, *given)
         if self.bias:
             bias_init = nn.with_logical_partitioning(nn.initializers.zeros_init(), self.axes[self.inputs :])
             y = (y + self.param("bias", bias_init, self.features, wide(self.dtype))).astype(y.dtype)

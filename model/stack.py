@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from model import placement
 from model.block import Block
 from model.contract import SOWN, Context, State
+from model.errors import choose
 
 
 class Cycle(nn.Module):
@@ -43,6 +44,21 @@ def apart(params: Any) -> Any:
     return made
 
 
+KERNELS = ("ffi_call", "pallas_call")
+
+
+def matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
+    """Whether what an operation makes is kept: products with parameters, and what kernels make, which costs as much.
+
+    Not so the scores of dense attention, products of one token with another: those grow with the square of the length.
+    """
+    kept = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *_, **params)
+    return kept or primitive.name in KERNELS
+
+
+# What of a layer is kept for its backward pass -> the policy by which the rest is computed anew; None: nothing is.
+KEPT = {"all": None, "matmuls": matmuls, "nothing": jax.checkpoint_policies.nothing_saveable}
+
 SHALLOW = 16  # layers up to which a GPU's are unrolled
 
 
@@ -57,7 +73,7 @@ class Stack(nn.Module):
     blocks: tuple[Callable[..., Block], ...]
     layers: int
     scan: bool | None = None  # None picks
-    remat: bool = False
+    kept: str = "all"  # for the backward pass: a key of KEPT
 
     @property
     def repeats(self) -> int:
@@ -72,7 +88,8 @@ class Stack(nn.Module):
         if state is not None and not self.is_initializing():
             return self.go_on(x, ctx, state)
         scan = loops(self.layers) if self.scan is None else self.scan
-        cycle = nn.remat(Cycle, prevent_cse=not scan) if self.remat else Cycle
+        policy = choose("kept", self.kept, KEPT)
+        cycle = Cycle if policy is None else nn.remat(Cycle, prevent_cse=not scan, policy=policy)
         if self.repeats:
             body = nn.scan(
                 cycle,

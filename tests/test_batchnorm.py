@@ -138,8 +138,8 @@ def test_looped_unrolled_and_rematerialised_measure_the_same():
     settings |= dict(mixers=("attention", "attention"), layers=5, embed_norm="after")
     tokens, segments = jnp.arange(24).reshape(2, 12) % 20, jnp.asarray([[1] * 12, [1] * 7 + [0] * 5])
     found = []
-    for scan, remat in ((True, False), (False, False), (True, True)):
-        model = build.build(model_config(**settings, scan=scan, remat=remat), Asked(20, n_classes=3))
+    for scan, kept in ((True, "all"), (False, "all"), (True, "nothing")):
+        model = build.build(model_config(**settings, scan=scan, kept=kept), Asked(20, n_classes=3))
         params = nn.unbox(jax.jit(model.init)(jax.random.key(0), tokens))["params"]
 
         def loss(params, model=model):

@@ -196,8 +196,8 @@ def test_rows_that_hold_both():
 def test_layers_looped_or_unrolled_have_the_same_gradients():
     """Also those that reach the encoder, and a bias that all layers share, from inside the loop."""
     found = []
-    for scan, remat in ((True, False), (False, False), (True, True)):
-        c = config(**SHAPES["shared bias"], scan=scan, remat=remat)
+    for scan, kept in ((True, "all"), (False, "all"), (True, "nothing")):
+        c = config(**SHAPES["shared bias"], scan=scan, kept=kept)
         model = build.build(c, ASKED)
         variables = nn.unbox(model.init(jax.random.key(0), TARGET, source=SOURCE))
 

@@ -189,8 +189,8 @@ def softmax(mixer: str) -> bool:
 def test_maps_are_the_same_looped_unrolled_and_rematerialised(mixers, layers):
     params = params_of(mixers, layers)
     looped, unrolled, again = (
-        suite.inside(model_of(mixers, layers, scan=scan, remat=remat), params, TOKENS, None)
-        for scan, remat in ((True, False), (False, False), (True, True))
+        suite.inside(model_of(mixers, layers, scan=scan, kept=kept), params, TOKENS, None)
+        for scan, kept in ((True, "all"), (False, "all"), (True, "nothing"))
     )
     assert ["weights" in layer for layer in looped] == [softmax(mixers[i % len(mixers)]) for i in range(layers)]
     for other in (unrolled, again):

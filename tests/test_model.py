@@ -153,7 +153,8 @@ def test_a_gpu_loops_over_many_layers_only(chip, looped):
 def test_looped_unrolled_and_rematerialised_agree(mixers, layers):
     config = model_config(mixers=mixers, layers=layers)
     models = [
-        build.build(config | dict(scan=s, remat=r), Asked(20)) for s, r in ((True, False), (False, False), (True, True))
+        build.build(config | dict(scan=scan, kept=kept), Asked(20))
+        for scan, kept in ((True, "all"), (False, "all"), (True, "nothing"), (True, "matmuls"))
     ]
     variables = [init(m, TOKENS) for m in models]
     for other in variables[1:]:

@@ -27,7 +27,8 @@ GIB = 2**30
 FORMS = {  # of the stack of layers: what is asked for beside the config
     "unrolled": [("model.scan", "False")],
     "looped": [("model.scan", "True")],
-    "looped, recomputed": [("model.scan", "True"), ("model.remat", "True")],
+    "looped, matmuls kept": [("model.scan", "True"), ("model.kept", "matmuls")],
+    "looped, nothing kept": [("model.scan", "True"), ("model.kept", "nothing")],
 }
 # case, arguments of its config, and the forms in which it is measured
 CASES = {

@@ -28,12 +28,12 @@ class MLP(Mixer):
         maps = ("up", "gate") if self.gated else ("up",)
         given = [dense(self.hidden, ("embed", "mlp"), self.dtype, name, bias=self.bias)(x) for name in maps]
 
-        @partial(jax.checkpoint, prevent_cse=False)  # the maps are kept for the gradient, and nothing made of them
         def hidden(up, *gate):
             h = self.activation(up)
             return h * gate[0] if gate else h
 
-        return dense(self.width, ("mlp", "embed"), self.dtype, "down", bias=self.bias)(hidden(*given)), state
+        # The maps are kept for the gradient, and nothing made of them.
+        return dense(self.width, ("mlp", "embed"), self.dtype, "down", bias=self.bias, of=hidden)(*given), state
 
     def init_state(self, batch: int, max_len: int) -> State:
         return {}

@@ -31,8 +31,8 @@ def linear(x: jax.Array, kernel: jax.Array, inputs: int = 1, out: Any = None) ->
 
 
 def product_forward(spec, x, kernel, out):
-    narrow = kernel.astype(x.dtype)
-    return einsum(spec, x, narrow, out or x.dtype), (x, narrow)
+    # The wide kernel is kept, which is there anyway: of a narrow one, a loop over layers would keep a copy of each.
+    return einsum(spec, x, kernel.astype(x.dtype), out or x.dtype), (x, kernel)
 
 
 def product_backward(spec, out, saved, g):
@@ -40,7 +40,7 @@ def product_backward(spec, out, saved, g):
     factors, of_y = spec.split("->")
     of_x, of_kernel = factors.split(",")
     g = g.astype(x.dtype)
-    d_x = einsum(f"{of_y},{of_kernel}->{of_x}", g, kernel, x.dtype)
+    d_x = einsum(f"{of_y},{of_kernel}->{of_x}", g, kernel.astype(x.dtype), x.dtype)
     return d_x, einsum(f"{of_x},{of_y}->{of_kernel}", x, g, wide(x.dtype))
 
 

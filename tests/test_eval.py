@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -312,7 +313,9 @@ def test_a_whole_split_of_bytes_and_a_text_from_it(text_run, capsys):
     capsys.readouterr()
     for seed in (0, 0, 1):
         continuation(loaded, prompt="So it ", seed=seed, **ask)
-    said = capsys.readouterr().out
+    said, told = capsys.readouterr()
+    pace = r"first token after \d+\.\d\d s, compiling included, then [\d,]+ tokens/s\n"
+    assert re.fullmatch(f"({pace}){{3}}", told)
     assert said.startswith("So it ") and said.endswith("\n")
     first, again, other = said.removeprefix("So it ").split("\nSo it ")
     assert first == again != other.removesuffix("\n")

@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 
 from data import pipeline
+from tests.alone import placed
 from train import config as configs
-from train.run import prepare
+from train.run import Run, prepare
 from train.sharding import put_batch
+from train.step import RunState
 
 pytestmark = pytest.mark.scale
 
@@ -26,12 +28,17 @@ MESHES = [
 ]
 
 
-def measured(shape: str, **mesh: int) -> np.ndarray:
-    """Loss and gradient norm of the first steps."""
+def prepared(shape: str, **mesh: int) -> Run:
     arch = "seq2seq" if shape == "seq2seq" else "transformer"
     changes = SMALL | SHAPES[shape] | {f"mesh.{axis}": size for axis, size in ({"data": 1} | mesh).items()}
-    run = prepare(configs.load(f"configs/seq2seq.py:arch={arch},size=smoke", [(k, str(v)) for k, v in changes.items()]))
-    state, found = run.init(), []
+    return prepare(
+        configs.load(f"configs/seq2seq.py:arch={arch},size=smoke", [(k, str(v)) for k, v in changes.items()])
+    )
+
+
+def measured(run: Run, state: RunState) -> np.ndarray:
+    """Loss and gradient norm of the first steps."""
+    found = []
     for batch in pipeline.stream(run.task, 0, run.config.batch_size, stop=2):
         state, sums = run.train_step(state, put_batch(batch, run.batch_sharding))
         found.append([float(sums[key][0] / sums[key][1]) for key in ("loss", "grad_norm")])
@@ -44,12 +51,15 @@ def alone(request):
     with pytest.MonkeyPatch.context() as patched:
         first = jax.devices()[:1]
         patched.setattr(jax, "devices", lambda *_: first)
-        return request.param, measured(request.param)
+        run = prepared(request.param)
+        first = jax.device_get(run.init())
+        return request.param, first, measured(run, placed(first, run))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_mesh_changes_nothing(alone, mesh):
-    shape, wanted = alone
+    shape, first, wanted = alone
     if shape == "seq2seq" and "sequence" in mesh:
         pytest.skip("its loops go along whole rows")
-    np.testing.assert_allclose(measured(shape, **mesh), wanted, rtol=2e-4)
+    run = prepared(shape, **mesh)
+    np.testing.assert_allclose(measured(run, placed(first, run)), wanted, rtol=2e-4)

@@ -1,17 +1,11 @@
 """On eight devices, in any layout, patches, pairs and contrastive training have the loss of one device."""
 
-import flax.linen as nn
-import jax
 import numpy as np
-import optax
 import pytest
 
-from data import pipeline
-from model.groups import group_rules
+from tests.alone import alone, one_step
 from train import config as configs
-from train import optim, sharding
 from train.run import prepare
-from train.step import init_state, train_step
 
 pytestmark = [pytest.mark.scale, pytest.mark.usefixtures("quick_draws")]
 
@@ -44,18 +38,9 @@ def config(kind: str, **mesh: int):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_mesh_has_the_loss_of_one_device(kind):
-    c = config(kind)
-    run = prepare(c)
-    batch = pipeline.batch_at(run.task, 0, "train", c.batch_size, 0)
-    tx = optim.optimizer(c.optim, c.steps, group_rules(c.model))
-    step = train_step(run.model, run.objective, tx, optax.constant_schedule(0.0))
-    seen = run.objective.view(batch, None)
-    one = jax.jit(lambda seed: step(nn.unbox(init_state(run.model, tx, seen, seed)), batch))  # knows of no mesh
-    _, sums = one(np.uint32(c.seed))
+    first, _, sums = alone(prepare(config(kind)))
     for mesh in MESHES.get(kind, SEQUENCE):
-        run = prepare(config(kind, **mesh))
-        placed = sharding.put_batch(pipeline.Batch(run.task, 0, "train", c.batch_size, 0), run.batch_sharding)
-        _, found = run.train_step(run.init(), placed)
+        _, found = one_step(prepare(config(kind, **mesh)), first)
         for key in ("loss", "grad_norm"):
             np.testing.assert_allclose(found[key][0], sums[key][0], rtol=3e-5, err_msg=f"{key} on {mesh}")
             np.testing.assert_allclose(found[key][1], sums[key][1], err_msg=f"{key} on {mesh}")

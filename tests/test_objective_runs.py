@@ -1,27 +1,23 @@
 """Runs with every objective: they learn, are tested by it, go on, resume, and lie on meshes."""
 
 import math
+from functools import lru_cache
 
-import flax.linen as nn
-import jax
 import numpy as np
-import optax
 import pytest
 
-from data import pipeline
 from eval.accuracy import measure
 from eval.continuation import continuation
 from eval.generate import check
 from eval.restore import restore
 from model.errors import UserError
-from model.groups import group_rules
+from tests.alone import alone, one_step
 from tests.objectives import DEBUG, NEEDS, load, write_text
 from train import config as configs
-from train import log, optim, sharding
+from train import log
 from train.loop import train
 from train.objectives import OBJECTIVES
 from train.run import prepare
-from train.step import init_state, train_step
 from train.workdir import read_json
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
@@ -87,7 +83,19 @@ def test_masked_resumes_bit_for_bit(text, tmp_path):
     assert tested[0] == tested[1]
 
 
+def accumulated(kind: str, accumulate: str) -> list[tuple[str, str]]:
+    return [*NEEDS[kind], ("optim.accumulate", accumulate), ("batch_size", "16")]
+
+
+@lru_cache(1)  # two meshes of one kind come one after the other
+def asked_alone(kind: str, accumulate: str, text):
+    """The first state, and what a step that knows of no mesh measures."""
+    first, _, want = alone(prepare(load(text, kind, *accumulated(kind, accumulate))))
+    return first, want
+
+
 @pytest.mark.scale
+@pytest.mark.usefixtures("quick_draws")
 @pytest.mark.parametrize(
     "kind, accumulate, mesh",
     [
@@ -100,18 +108,9 @@ def test_masked_resumes_bit_for_bit(text, tmp_path):
     ids=str,
 )
 def test_a_mesh_corrupts_and_asks_as_one_device_does(kind, accumulate, mesh, text):
-    axes = {"data": 1} | mesh
-    fixed = [*NEEDS[kind], ("optim.accumulate", accumulate), ("batch_size", "16")]
-    config = load(text, kind, *fixed, *((f"mesh.{axis}", str(n)) for axis, n in axes.items()))
-    run = prepare(config)
-    batch = pipeline.batch_at(run.task, 0, "train", 16, 0)
-    tx = optim.optimizer(config.optim, config.steps, group_rules(config.model))
-    step = train_step(run.model, run.objective, tx, optax.constant_schedule(0.0), int(accumulate))
-    first = run.objective.view(batch, None)
-    alone = jax.jit(lambda seed: step(nn.unbox(init_state(run.model, tx, first, seed)), batch)[1])  # knows of no mesh
-    want = alone(np.uint32(config.seed))
-    state, shared = run.init(), sharding.put_batch(pipeline.Batch(run.task, 0, "train", 16, 0), run.batch_sharding)
-    _, sums = run.train_step(state, shared)
+    first, want = asked_alone(kind, accumulate, text)
+    axes = [(f"mesh.{axis}", str(n)) for axis, n in ({"data": 1} | mesh).items()]
+    _, sums = one_step(prepare(load(text, kind, *accumulated(kind, accumulate), *axes)), first)
     for key in ("loss", "grad_norm"):
         np.testing.assert_allclose(sums[key][0], want[key][0], rtol=2e-5, err_msg=key)
     assert sums["loss"][1] == want["loss"][1] == 16 * {"masked": 2, "span_corruption": 4, "infilling": 17}[kind]

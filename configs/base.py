@@ -84,8 +84,8 @@ class Model:
     pool: Literal["mean", "cls", "last"] = "mean"  # the hidden vector that classification reads
     # One compiled layer, looped; False unrolls the loop: same parameters, same results. None: by depth and platform.
     scan: bool | None = None
-    # Of each layer for the backward pass, which computes the rest anew (remat); matmuls: products with parameters and what
-    # kernels make; nothing: the layer's inputs alone.
+    # Of each layer for the backward pass, which computes the rest anew (remat). matmuls: products with parameters, and
+    # what kernels make; nothing: the layer's inputs alone.
     kept: Literal[*KEPT] = "all"
     dtype: Literal[*DTYPES] = "float32"  # of activations; parameters, softmax and recurrent states stay float32
 

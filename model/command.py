@@ -27,7 +27,7 @@ def run(main: Callable[[Sequence[str]], int | None], rewrite: Callable[[Sequence
         reason = out_of_memory(error)
         if reason is None:
             raise
-        hint = "lower batch_size, raise optim.accumulate, keep less by model.kept=matmuls or nothing, or share out by mesh.fsdp"
+        hint = "lower batch_size, raise optim.accumulate, keep less by model.kept=matmuls, or share out by mesh.fsdp"
         print(f"error: {reason}; {hint}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from configs import base
-from eval.generate import decode, for_steps
+from eval.generate import decode, for_steps, prefill
 from eval.sample import Sampling
 from experiments.measurements import decode_speed
 from model import build, entries
@@ -20,6 +20,7 @@ from model.ops.decode_attention import TILE, flash_decode
 from model.ops.decode_attention import decode as by_tiles
 from model.ops.dense_attention import xla
 from model.ops.mask import CAUSAL, window
+from tests import meshes
 
 B, ROOM, V, GREEDY = 2, 1536, 13, Sampling(temperature=0)
 
@@ -132,6 +133,19 @@ def test_a_step_s_parameters_are_narrow_where_they_multiply_and_no_other_numbers
     assert layer["A_log"].dtype == layer["norm"]["scale"].dtype == jnp.float32
     step = jax.jit(lambda params: model.apply({"params": params}, token[:, None], state=state)[0])
     np.testing.assert_array_equal(step(ready), step(params))
+
+
+def test_a_gpu_reads_prompts_by_cudnn_and_steps_by_our_own_kernel():
+    model, *arrays = made("attention", "bfloat16", width=128, layers=2)
+    key, token = jax.eval_shape(lambda: (jax.random.key(0), jnp.zeros(B, jnp.int32)))
+    params, state = jax.eval_shape(lambda: arrays)
+    prompt = jax.ShapeDtypeStruct((B, 128), jnp.int32)
+    with meshes.in_force(meshes.mesh_of("gpu")):
+        read = prefill.trace(model, GREEDY, 256, params, prompt, {}, key)
+        step = decode.trace(model, GREEDY, 4, params, state, token, key, 1, 4)
+    read, step = (traced.lower(lowering_platforms=("cuda",)).as_text() for traced in (read, step))
+    assert "fmha" in read and "decode_parts" not in read
+    assert "fmha" not in step and step.count("decode_parts") >= 2
 
 
 @pytest.mark.scale

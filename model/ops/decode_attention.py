@@ -17,8 +17,8 @@ from model.ops.mask import both
 from model.ops.scores import Form, Operands, levels, raw_scores, shape_scores, visible
 
 Array = jax.Array
-TILE = 256  # keys; on 2 CPU cores 128 to 512 took about as long
-SHORTEST = 64  # a tile of the kernel's
+TILE = 256  # keys
+SHORTEST = 64  # keys of the largest tile of the kernel
 
 BY_KEY = ("k", "v", "k_positions", "k_segments", "k_levels")  # of Operands, [B or 1, M, ...]
 

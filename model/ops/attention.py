@@ -76,8 +76,9 @@ class Implementation:
     lacks_together: tuple[frozenset[str], ...] = ()  # features that it has, but not in one call
     chips: tuple[Chip, ...] = ()  # (): any
     dtypes: tuple[str, ...] = ()  # (): any
-    head_dims: int = 1  # they must be a multiple of this
-    lengths: int = 1  # they too
+    head_dims: int | tuple[int, ...] = 1  # they must be a multiple of this, or among these
+    lengths: int = 1  # they must be a multiple of this
+    keys: int = 1  # at least
 
 
 IMPLEMENTATIONS = {
@@ -120,6 +121,8 @@ IMPLEMENTATIONS = {
         needs=frozenset({"filled"}),
         chips=(Chip("gpu", capability=(8, 0), head_dim=256),),
         dtypes=("bfloat16", "float16", "float32"),
+        head_dims=(16, 32, 64, 128, 256),
+        keys=64,
     ),
     "decode": Implementation(
         run=decode,
@@ -284,12 +287,16 @@ def lacking(name: str, form: Form, o: Operands, with_lse: bool) -> list[str]:
     if can.dtypes and dtype not in can.dtypes:
         reasons.append(f"{dtype} (it takes {', '.join(can.dtypes)})")
     most = max((chip.head_dim for chip in chips or can.chips), default=math.inf)
+    some = can.head_dims if isinstance(can.head_dims, tuple) else ()
+    taken = ", ".join(map(str, some)) if some else f"multiples of {can.head_dims} up to {most}"
     for dim in sorted({o.q.shape[-1], o.v.shape[-1]}):
-        if dim % can.head_dims or dim > most:
-            reasons.append(f"a head dim of {dim} (it takes multiples of {can.head_dims} up to {most})")
+        if dim not in some if some else dim % can.head_dims or dim > most:
+            reasons.append(f"a head dim of {dim} (it takes {taken})")
     lengths = (o.q.shape[1], o.k.shape[1])
     if any(n % can.lengths for n in lengths):
         reasons.append(f"lengths {lengths[0]} and {lengths[1]} (it takes multiples of {can.lengths})")
+    if lengths[1] < can.keys:
+        reasons.append(f"{lengths[1]} keys (it takes {can.keys} or more)")
     return reasons
 
 

@@ -79,9 +79,6 @@ def flash_decode(form: Form, o: Operands, interpret: bool = False) -> tuple[Arra
 
     It reads the cache as it lies, and so takes no caches shorter than a tile and no head dims but powers of two.
     """
-    dims, M = {o.q.shape[-1], o.v.shape[-1]}, o.k.shape[1]
-    if M < SHORTEST or not all(dim in (16, 32, 64, 128, 256) for dim in dims):
-        return xla(form, o)
     from model.ops import decode_kernels  # here: Pallas takes a second to load, and only GPUs need it
 
     return decode_kernels.flash_decode(form, o, interpret)

@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import sys
 import tempfile
 
 import numpy as np
@@ -15,6 +16,10 @@ os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count=8 {FAST} " + 
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "longview-test-cache"))
 os.environ.setdefault("PJRT_NPROC", "64")  # as in train.cli.widen_thread_pool
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # programs need not say which line made what
+# Else every process, and every command that a test starts, compiles all of our modules anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 gc.set_threshold(200_000, 50, 1000)  # tracing makes many objects and few cycles
 
 

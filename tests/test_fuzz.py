@@ -4,6 +4,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import pytest
@@ -28,7 +29,8 @@ LONG = "x" * 5000  # letters, more than a file's name has
 # From what is declared
 
 
-def every_setting() -> Iterator[tuple[tuple[str, ...], str, Any]]:
+@cache
+def every_setting() -> tuple[tuple[tuple[str, ...], str, Any], ...]:
     """(flags that bring it, dotted key, type) of every setting there is."""
     choices = [
         (),
@@ -38,13 +40,14 @@ def every_setting() -> Iterator[tuple[tuple[str, ...], str, Any]]:
         *((f"model.kind={name}",) for name in KINDS),
         *((f"objective.kind={name}",) for name in OBJECTIVES),
     ]
-    seen = set()
+    seen, found = set(), []
     for choice in choices:
         config = configs.load(DEBUG, [item.split("=") for item in choice])
         for key, field in configs.declared(config).items():
             if key not in seen:
-                yield tuple(f"--config.{item}" for item in choice), key, field.type
+                found.append((tuple(f"--config.{item}" for item in choice), key, field.type))
             seen.add(key)
+    return tuple(found)
 
 
 def wrong(kind: Any) -> list[str]:

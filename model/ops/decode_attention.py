@@ -18,7 +18,6 @@ from model.ops.scores import Form, Operands, levels, raw_scores, shape_scores, v
 
 Array = jax.Array
 TILE = 256  # keys
-SHORTEST = 64  # keys of the largest tile of the kernel
 
 BY_KEY = ("k", "v", "k_positions", "k_segments", "k_levels")  # of Operands, [B or 1, M, ...]
 

@@ -81,7 +81,6 @@ def main(argv: Sequence[str]) -> None:
         asked |= {**taken, **dict(cli.overrides())}
         hosts.same(lambda: {**asked, "jax": jax.__version__, "code": source_digest()})
         cli.use_compilation_cache()
-        cli.keep_memory()
         if WEIGHTS.value:
             suite(imported(WEIGHTS.value, cli.overrides()), **taken)
         else:

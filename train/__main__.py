@@ -25,7 +25,6 @@ def main(argv: Sequence[str]) -> int:
     with hosts.joined(DISTRIBUTED.value):
         resolved = config.load(CONFIG.value, cli.overrides())
         cli.use_compilation_cache()
-        cli.keep_memory()
         result = train(resolved, WORKDIR.value)
     return 1 if result is not None and result["status"] == "nonfinite" else 0
 

@@ -1,7 +1,5 @@
 """Command lines with a config: `--config.KEY=VALUE` overrides, on top of model/command.py."""
 
-import contextlib
-import ctypes
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,15 +11,12 @@ from model import command
 from model.command import flag as flag  # for the commands above
 from model.errors import UserError
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
-
 OVERRIDES = flags.DEFINE_multi_string("override", [], "KEY=VALUE in the config; written --config.KEY=VALUE.")
 
 
 def run(main: Callable[[Sequence[str]], int | None]) -> None:
     """`model.command.run`, for commands whose config can be overridden."""
     widen_thread_pool()
-    malloc_option(M_ARENA_MAX, 1)  # see keep_memory
     command.run(main, rewrite)
 
 
@@ -64,22 +59,3 @@ def use_compilation_cache() -> None:
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "longview" / "jax"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def malloc_option(option: int, value: int) -> None:
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # glibc alone has this
-        ctypes.CDLL(None).mallopt(option, value)
-
-
-def keep_memory() -> None:
-    """On a CPU, what a step frees stays with the process, for the next one.
-
-    Else the C library gives blocks above 32 MiB back to the system, which hands them out anew page by page: steps of
-    attention with 64 and 139 MiB of temporary memory took 1.3 and 1.1 times as long on 2 cores. Threads that begin
-    before the platform is known have had to share a heap (`run`): one of their own takes no block above 64 MiB.
-    """
-    if jax.default_backend() == "cpu":
-        malloc_option(M_MMAP_THRESHOLD, 1 << 30)
-        malloc_option(M_TRIM_THRESHOLD, (1 << 31) - 1)
-    else:
-        malloc_option(M_ARENA_MAX, 0)  # as many as there would have been

@@ -84,7 +84,6 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(f"--{flag.name} is missing; e.g. --config=configs/lra_speed.py --workdir=runs/speed")
     config = configs.load(CONFIG.value, cli.overrides())
     cli.use_compilation_cache()
-    cli.keep_memory()
     with open_workdir(WORKDIR.value) as folder:
         write_json(folder / "config.json", config.to_dict())
         made = row(config)

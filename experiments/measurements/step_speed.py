@@ -55,16 +55,28 @@ FIGURES = {
 
 
 def measure(rounds: int) -> Iterator[Row]:
-    """A row per case and form; one that breaks down says so in its row."""
+    """A row per case and form; one that breaks down says so in its row.
+
+    Peers come last: whatever they do to the device, ours are measured by then.
+    """
     place = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    for case, spec, forms in CASES[place]:
-        config = configs.load(spec)
-        setting = dict(case=case, batch=config.batch_size, length=config.data.copying.length, width=config.model.width)
-        contenders = {f"longview {form}": partial(ours, spec, FORMS[form], STEPS[place]) for form in forms}
-        contenders |= torch_step.contenders(config, STEPS[place]) if case == "attention" else {}
-        for name, enter in contenders.items():
-            yield setting | dict(contender=name) | row_of(enter, rounds, setting["batch"] * setting["length"])
-            gc.collect()  # what it held on the device
+    cases = [(case, configs.load(spec), spec, forms) for case, spec, forms in CASES[place]]
+    entered = [
+        (case, config, f"longview {form}", partial(ours, spec, FORMS[form], STEPS[place]))
+        for case, config, spec, forms in cases
+        for form in forms
+    ]
+    entered += [
+        (case, config, name, enter)
+        for case, config, _, _ in cases
+        if case == "attention"
+        for name, enter in torch_step.contenders(config, STEPS[place]).items()
+    ]
+    for case, config, name, enter in entered:
+        rows, length = config.batch_size, config.data.copying.length
+        setting = dict(case=case, batch=rows, length=length, width=config.model.width, contender=name)
+        yield setting | row_of(enter, rounds, rows * length)
+        gc.collect()  # what it held on the device
 
 
 def row_of(enter: Callable[[], tuple[Iterator[float], Row]], rounds: int, tokens: int) -> Row:

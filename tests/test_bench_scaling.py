@@ -214,6 +214,8 @@ def test_every_mixer_claims_and_can_be_made():
         assert mixer.causal != cls.both_ways_only
         assert 0 < scaling.claims(cls)["claimed_time"] <= 3
         assert getattr(mixer, "longest", 32) == 32
+    strides = [scaling.make("fixed", length, width=64, dtype="float32").stride for length in (1024, 4096, 2**20)]
+    assert strides == [32, 64, 1024]
     assert scaling.claims(MIXERS["attention"]) == {"claimed_memory": 1, "claimed_time": 2}
     assert scaling.lengths(20_000) == LENGTHS[:3] and scaling.lengths()[-1] == 2**14
 

@@ -33,6 +33,7 @@ LONGEST = {"gpu": 2**20, "cpu": 2**14}
 SIZES = {"gpu": dict(width=256, dtype="bfloat16"), "cpu": dict(width=64, dtype="float32")}
 # A row's status: measured, or why its mixer goes no further.
 MEASURED, NO_TIME, NO_MEMORY, FAILED = "measured", "out of time", "out of memory", "failed"
+ROOT = 1.5  # the power of patterns whose stride is the root of the length
 ROUNDS = 5  # at most, of which the median counts
 QUEUE = 0.05  # seconds that a queue of calls lasts at least, for launching not to show
 ENOUGH = 2.0  # seconds of running, after which no round is added
@@ -56,9 +57,12 @@ def lengths(longest: int | None = None) -> list[int]:
 
 
 def make(name: str, length: int, width: int, dtype: str) -> Mixer:
-    """A mixer as its defaults have it, causal if it can be; with weights for this length where it has them for each."""
+    """A mixer as its defaults have it, causal if it can be; with weights for this length where it has them for each, and
+    strides of its root where that is what it claims."""
     cls = ALONE[name]
     sized = {"longest": length} if hasattr(cls, "longest") else {}
+    if cls.work == ROOT:
+        sized["stride"] = 2 ** (length.bit_length() // 2)
     return cls(width=width, dtype=jnp.dtype(dtype), causal=not cls.both_ways_only, **sized)
 
 

@@ -1,10 +1,12 @@
 """The benches of training steps and of kernels: programs compiled cold and warm, rows that make tables."""
 
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments import bench
 from experiments.measurements import speed, step_speed
 
 
@@ -30,8 +32,11 @@ def test_steps_are_measured_and_make_a_table(monkeypatch):
     assert len(lines) == 5 and lines[-1].endswith("| peer | failed | failed | failed | failed | failed |")
 
 
+@pytest.mark.scale
 def test_kernels_are_those_of_every_contest():
+    """In a process of its own: one may define the flags of one command."""
     state = dict(batch=1, length=8, contender="plain", forward_ms=1.0, gradient_ms=2.0, temp_mib=3.0)
-    scan = state | dict(case="mamba", contender="longview fused")
-    table = bench.kernels_table([{"bench": "scan", **scan}, {"bench": "state", **state}])
+    rows = [dict(bench="scan", **state | dict(case="mamba", contender="longview fused")), dict(bench="state", **state)]
+    code = f"from experiments import bench; print(bench.kernels_table({rows!r}))"
+    table = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "| mamba | 1 | 8 | longview fused |" in table and "| 1 | 8 | plain |" in table

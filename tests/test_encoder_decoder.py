@@ -169,7 +169,7 @@ def test_generated_tokens_are_those_that_teacher_forcing_finds_likeliest():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_state_is_as_large_as_it_says(shape):
     model, variables, run = made(shape)
-    _, state = run(variables, TARGET[:1, :1], None, model.init_state(1, T), None, SOURCE[:1], READ[:1])
+    _, state = jax.eval_shape(run, variables, TARGET[:1, :1], None, model.init_state(1, T), None, SOURCE[:1], READ[:1])
     state["decoder"].pop("reading")
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     assert size == model.state_bytes(T)

@@ -57,8 +57,10 @@ def lengths(longest: int | None = None) -> list[int]:
 
 
 def make(name: str, length: int, width: int, dtype: str) -> Mixer:
-    """A mixer as its defaults have it, causal if it can be; with weights for this length where it has them for each, and
-    strides of its root where that is what it claims."""
+    """A mixer as its defaults have it, causal if it can be; with weights for this length where it has them for each.
+
+    Strides are the root of the length where that is what a mixer claims.
+    """
     cls = ALONE[name]
     sized = {"longest": length} if hasattr(cls, "longest") else {}
     if cls.work == ROOT:

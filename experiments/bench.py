@@ -200,6 +200,8 @@ def main(argv: list[str]) -> int:
         folders.check_writable(out)
     if argv[1] in FLAGS and (CONFIG.value or cli.overrides()):
         raise UserError(f"bench {argv[1]} takes no config; allowed: {FLAGS[argv[1]]}")
+    if argv[1] == "scaling":
+        scaling.share_the_device()
     rows = rows_before(argv[1])
     for row, text in bench():
         print(text, flush=True)

@@ -1,6 +1,7 @@
 """How mixers grow with the length: powers are recovered, the budget is kept, and what is measured is not lost."""
 
 import json
+import os
 import threading
 from functools import partial
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from experiments.measurements import scaling
+from experiments.measurements.elsewhere import elsewhere
 from experiments.measurements.scaling import FAILED, MEASURED, NO_MEMORY, NO_TIME
 from experiments.tables import scaling as growth
 from model.errors import UserError
@@ -275,3 +277,15 @@ def test_the_command_leaves_rows_a_table_and_a_picture_and_goes_on(tmp_path):
     code, printed, told = call(*words, "--longest=4096")
     assert code == 0 and printed.startswith("rnn, 4,096 tokens"), told
     assert [json.loads(line)["length"] for line in out.read_text().splitlines()] == [1024, 4096]
+
+
+@pytest.mark.scale
+def test_processes_make_ready_side_by_side_and_run_when_told():
+    """What breaks down is a row, and another process takes its place."""
+    with elsewhere(2, partial(partial, dict.fromkeys)) as prepare:
+        first, second = prepare(("status", "length"), 1), prepare(["status"], 2)
+        assert second() == {"status": 2} and first() == {"status": 1, "length": 1}
+        assert prepare(["status"], 3)() == {"status": 3}
+    with elsewhere(1, partial(partial, os._exit)) as prepare:
+        for code in (3, 4):
+            assert prepare(code)() == {"status": FAILED, "error": f"the process ended with exit code {code}"}

@@ -2,9 +2,10 @@
 
 Mixers share a budget of time. Next are always those that will then have had the least of it, so one that compiles long
 waits for the others; what is expected not to fit into what is left is not begun. A few compile at once, and then run
-one by one.
+one by one: on a GPU in processes of their own, as tracing is Python's, which does one thing at a time.
 """
 
+import contextlib
 import json
 import os
 import statistics
@@ -20,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.measurements.elsewhere import elsewhere
 from experiments.measurements.speed import compiled_bytes
 from model.contract import Context, Mixer
 from model.errors import UserError, choose, out_of_memory
@@ -37,7 +39,7 @@ ROOT = 1.5  # the power of patterns whose stride is the root of the length
 ROUNDS = 5  # at most, of which the median counts
 QUEUE = 0.05  # seconds that a queue of calls lasts at least, for launching not to show
 ENOUGH = 2.0  # seconds of running, after which no round is added
-MOST_WORKERS = 8
+MOST_WORKERS = 12
 HOST_SHARE = 0.5  # of a host's memory, where the device is the host
 
 ALONE = {name: cls for name, cls in MIXERS.items() if not cls.reads_memory}
@@ -83,15 +85,26 @@ def asked(names: str | None) -> list[str]:
 
 def rows(names: Sequence[str], lengths: Sequence[int], seconds: float, before: Sequence[Row] = ()) -> Iterator[Row]:
     """A row per mixer and length, as far as each goes, in about so many seconds; none that is there from before."""
-    size, limit, fixed = SIZES[place()], room(), setting()
+    fixed = setting()
     claimed = {name: claims(ALONE[name]) for name in names}
-
-    def ready(name: str, length: int) -> Callable[[], Row]:
-        return prepare(make(name, length, **size), length, limit)
-
     powers = {name: claim["claimed_time"] for name, claim in claimed.items()}
-    for row in survey(powers, lengths, ready, seconds, before, workers()):
-        yield fixed | claimed[row["mixer"]] | row
+    with here() if place() == "cpu" else elsewhere(workers(), ready) as prepare:
+        for row in survey(powers, lengths, prepare, seconds, before, workers()):
+            yield fixed | claimed[row["mixer"]] | row
+
+
+def share_the_device() -> None:
+    """Before it is looked at: of the processes to come, the first would else take most of its memory for itself."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+@contextlib.contextmanager
+def here() -> Iterator[Callable[[str, int], Callable[[], Row]]]:
+    yield ready
+
+
+def ready(name: str, length: int) -> Callable[[], Row]:
+    return prepare(make(name, length, **SIZES[place()]), length, room())
 
 
 def setting() -> Row:
@@ -289,7 +302,7 @@ def together(wanted: Mapping[str, tuple[float, float]], left: float, workers: in
 
 
 def workers() -> int:
-    """One for each core, up to a point: much of what compiling takes is Python's."""
+    """One for each core, up to a point."""
     return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
 
 

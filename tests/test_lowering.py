@@ -186,7 +186,7 @@ ASKED += [(name,) for name in FEATURES if name not in HAD] + [tuple(FEATURES)]
 
 @pytest.mark.quick
 def test_the_features_asked_for_are_those_there_are():
-    assert set(FEATURES) | {"stretch", "ring"} == set(op.FEATURES)  # which a mesh brings
+    assert set(FEATURES) | {"stretch", "ring", "filled"} == set(op.FEATURES)  # which a mesh brings, or a cache
 
 
 @pytest.mark.parametrize(

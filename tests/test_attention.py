@@ -100,7 +100,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(block_attention, "tile_size", lambda mask: 16)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_implementations_are_one_function(call):
     with jax.enable_x64(True):
@@ -367,6 +367,7 @@ def test_work_is_proportional_to_what_is_seen():
     np.testing.assert_array_equal(np.asarray(needed).reshape(8, 8), np.eye(8, dtype=bool))
 
 
+@pytest.mark.scale
 def test_the_bench_measures_every_contender(monkeypatch):
     tiny = dict(batches={64: 1}, heads=2, head_dim=8, dtype="float32")
     monkeypatch.setattr(attention_speed, "SHAPES", {"cpu": tiny})

@@ -96,7 +96,7 @@ PROMPTS = np.random.default_rng(0).integers(0, V, (6, P)).astype(np.int32)
 # --- generation ---
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("mixer", "position"), [pair for pair in zoo.PAIRS if pair[0] in zoo.AT_ONCE])
 def test_greedy_generation_is_the_argmax_of_passes_from_scratch(mixer, position):
     model, params = tiny((mixer,), position)

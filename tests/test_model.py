@@ -175,7 +175,7 @@ CHOICES += [{key: value} for key, value in SCALARS.items()]
 CHOICES += [dict(embed_norm="before", unembed_bias=True, mlp_bias=True, mlp_multiple=7, depth_init=True)]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_block_choices(choice):
     """Each makes a model that drops out, skips padding, and in pieces gives what it gives whole."""

@@ -86,6 +86,7 @@ def test_a_token_out_of_a_window_has_no_part_in_the_answer():
     assert float(run.eval_step(params, batch)["reach"][0]) == pytest.approx(8 * -30), "no infinity"
 
 
+@pytest.mark.scale
 def test_the_suite_writes_gradients_by_distance(tmp_path, capsys):
     run = prepared()
     params = jax.tree.map(lambda p: 2 * p, run.init().params)

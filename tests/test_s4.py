@@ -218,7 +218,7 @@ def run(mixer, form, values, x):
     return jax.jit(mixer.clone(implementation=form).apply)(values, x, Context())[0]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", SETTINGS)
 def test_convolution_recurrence_and_scan_are_one_map(case):
     mixer = make(case)
@@ -236,6 +236,7 @@ def test_convolution_recurrence_and_scan_are_one_map(case):
             assert zoo.far(run(mixer, form, values, x), truth) < 1e-10, form
 
 
+@pytest.mark.scale
 def test_documents_and_gradients_through_the_chunked_recurrence_of_s4():
     """Past one chunk, with documents that open and padding that lies inside chunks: as token by token."""
     mixer, L = make("s4", state=8), 150

@@ -3,8 +3,8 @@
     python -m experiments.measurements.steps --config=configs/step_speed.py:arch=mamba2,rows=16 --workdir=runs/speed
 
 Feeds `experiments.bench step`. `size=110m` has 12 layers of width 768 and a vocabulary of 32,000, and computes in
-bfloat16; the other sizes are two layers of that width, for a CPU. Rows are full of random tokens, which take as long as
-any others.
+bfloat16; the other sizes are two layers of that width, for a CPU. Tokens are random, which take as long as any others,
+and every one is asked for the next, as in training a language model.
 """
 
 from ml_collections import ConfigDict
@@ -28,7 +28,7 @@ def get_config(argument: str = "") -> ConfigDict:
     c.model.update(choose("size", arg.size, SIZES))
     if "attention" in c.model.mixers:
         c.model.attention = dict(c.model.get("attention", {}), n_heads=max(2, c.model.width // HEAD))
-    c.data.task = "copying"
-    c.data.copying = dict(length=arg.length, vocab_size=c.model.vocab_size, n_tokens=arg.length // 2 - 1)
+    c.data.task = "noise"
+    c.data.noise = dict(length=arg.length, vocab_size=c.model.vocab_size)
     c.batch_size, c.steps = arg.rows, 10
     return c

@@ -23,6 +23,7 @@ from data.matching import Matching
 from data.mqar import Mqar
 from data.mqar_mix import MqarMix
 from data.needles import MultiKey, MultiQuery, MultiValue, Needle, Passkey
+from data.noise import Noise
 from data.pathfinder import Pathfinder
 from data.permutations import Permutations
 from data.pixels import LraImage, PermutedMnist, SequentialCifar, SequentialFashion, SequentialMnist
@@ -57,6 +58,7 @@ TASKS: dict[str, type[Task]] = {
     "permutations": Permutations,
     "majority": Majority,
     "text": Text,
+    "noise": Noise,
     "adding": Adding,
     "shapes": Shapes,
     "shape_questions": ShapeQuestions,

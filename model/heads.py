@@ -10,6 +10,7 @@ from model.contract import wide
 from model.layers import Embed, Unembed, dense, norm
 from model.mlps.mlp import FORMS
 from model.ops.cross_entropy import Readout, Scores, Targets, scores, vocabulary_logits, vocabulary_scores
+from model.ops.embedding import at_places
 from model.positions.added import Sinusoidal
 
 Answers = jax.Array | Scores  # logits, or what they cost where targets are given
@@ -169,7 +170,7 @@ def over_vocabulary(
 
 def at_positions(x: jax.Array, at: jax.Array | None) -> jax.Array:
     """The vectors at these positions, `[B, Q, D]`; None: all of them."""
-    return x if at is None else jnp.take_along_axis(x, at[..., None], axis=1)
+    return x if at is None else at_places(x, at)
 
 
 def pooled(x: jax.Array, segments: jax.Array | None, pool: str) -> jax.Array:

@@ -21,6 +21,7 @@ from model.layers import Embed, Unembed, dense
 from model.mixers.recurrent import GRU, LSTM, Past, Recurrent, orthogonal_gates, to_gates
 from model.ops.attention import attention, attention_weights
 from model.ops.cross_entropy import Readout, Targets
+from model.ops.embedding import at_places
 from model.ops.mask import FULL
 from model.source_target import divide, only_asked
 
@@ -225,7 +226,7 @@ class Seq2Seq(nn.Module):
     def answer(self, x: jax.Array, at: jax.Array | None, targets: Targets | None) -> Answers:
         """From states, tokens and contexts, by a maxout layer as in the paper."""
         if at is not None:  # before the unembedding, which costs V per position
-            x = jnp.take_along_axis(x, jnp.maximum(at, 0)[..., None], axis=1)
+            x = at_places(x, jnp.maximum(at, 0))
         x = dense((self.width, 2), ("embed", "mlp", None), self.dtype, "readout")(x).max(-1)
         unembed = Unembed(self.vocab_size, self.width, self.dtype, name="unembed")
         return only_asked(over_vocabulary(x, unembed, None, Readout(), targets), at)

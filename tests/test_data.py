@@ -36,6 +36,7 @@ SECTIONS = {
     "permutations": {"length": 20},
     "majority": {"length": 12, "vocab_size": 6},
     "text": {"length": 16},
+    "noise": {"length": 16},
     "adding": {"length": 20},
     "shapes": {"side": 16},
     "shape_questions": {"side": 20},

@@ -37,6 +37,7 @@ DIGESTS = {
     "multi_query": ({}, "f7dc3734443f19769b9ff019ef3edab4177735e6f84918290c8526ccdcb420ba"),
     "multi_value": ({}, "12657db2b54c1305a3e5a7748bdb1986dc4c8efcf80d30d4b5498254d8dfa0bd"),
     "needle": ({}, "0803058948d2b06037584289eea6f0c7e80bafee90f5b1cd14e33026f11085c6"),
+    "noise": ({}, "48b8d020b2ba707485ed58e275715f35cf880982f6cf1f29655e457b4949808a"),
     "passkey": ({}, "070f96846a5605a5d98460eb0a4abf05bbc65face4fb124ed3e2d156e578b342"),
     "pathfinder": ({}, "747b3461b45a331e4228a6a415de0239e45f3f570a43677de91dce9a94d70ae5"),
     "permutations": ({}, "fd664c6b721e77a9ed9a93629af9becc2e0b2a71be161d91d35bddc043302f2f"),

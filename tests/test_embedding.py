@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.layers import Embed, Unembed, dense
 from model.ops.cross_entropy import Readout, vocabulary_logits
-from model.ops.embedding import rows, scattered_sums, sorted_sums
+from model.ops.embedding import at_places, rows, scattered_sums, sorted_sums
 
 RNG = np.random.default_rng(0)
 V, D = 11, 5
@@ -41,14 +41,50 @@ def test_devices_sort_their_own_tokens():
     assert "all-gather" not in program.as_text()
 
 
-@pytest.mark.parametrize("platform, adds", [("cpu", True), ("gpu", False), ("tpu", True)])
-def test_a_gpu_gets_no_scatter_add(platform, adds):
-    """Its threads would add up in any order."""
+def meant_for(platform: str, devices: int = 1):
+    """Programs are made for such a chip; those of one run anywhere, if they hold no kernels."""
     device = AbstractDevice(device_kind=platform, num_cores=1, platform=platform)
-    mesh = jax.sharding.AbstractMesh((1,), ("data",), (AxisType.Auto,), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        program = jax.make_jaxpr(jax.grad(lambda table: jnp.sum(rows(table, TOKENS) * WEIGHT)))(jnp.ones((V, D)))
+    mesh = jax.sharding.AbstractMesh((devices,), ("data",), (AxisType.Auto,), abstract_device=device)
+    return jax.sharding.use_abstract_mesh(mesh)
+
+
+def of_table(table):
+    return jnp.sum(rows(table, TOKENS) * WEIGHT)
+
+
+def of_places(x):
+    """Places 0 to 9 of eleven, some of which are asked for several times."""
+    return jnp.sum(at_places(x, TOKENS) * WEIGHT)
+
+
+@pytest.mark.parametrize("platform, adds", [("cpu", True), ("gpu", False), ("tpu", True)])
+@pytest.mark.parametrize("total, shape", [(of_table, (V, D)), (of_places, (8, V, D))])
+def test_a_gpu_gets_no_scatter_add(platform, adds, total, shape):
+    """Its threads would add up in any order."""
+    with meant_for(platform):
+        program = jax.make_jaxpr(jax.grad(total))(jnp.ones(shape))
     assert ("scatter-add" in str(program)) == adds
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_a_place_s_gradient_is_what_all_say_who_ask_there(platform):
+    want = np.zeros((8, V, D))
+    for b in range(8):
+        np.add.at(want[b], np.asarray(TOKENS[b]), np.asarray(WEIGHT[b], np.float64))
+    with meant_for(platform):
+        program = jax.make_jaxpr(jax.grad(of_places))(jnp.ones((8, V, D)))
+    (got,) = jax.core.eval_jaxpr(program.jaxpr, program.consts, jnp.ones((8, V, D)))
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_array_equal(at_places(WEIGHT, TOKENS % 6)[3, 2], WEIGHT[3, TOKENS[3, 2] % 6])
+
+
+def test_devices_pick_places_of_their_own_rows():
+    def pull(x):
+        with meant_for("gpu", devices=4), nn.logical_axis_rules((("batch", "data"),)):
+            return jax.grad(of_places)(x)
+
+    text = jax.jit(pull).trace(jnp.ones((8, V, D))).lower(lowering_platforms=("cuda",)).as_text()
+    assert "all_gather" not in text and "tensor<2x6xi32>" in text, "two rows of six a device"
 
 
 def test_a_rare_token_s_gradient_is_not_rounded_by_a_common_one():

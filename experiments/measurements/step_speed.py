@@ -73,7 +73,7 @@ def measure(rounds: int) -> Iterator[Row]:
         for name, enter in torch_step.contenders(config, STEPS[place]).items()
     ]
     for case, config, name, enter in entered:
-        rows, length = config.batch_size, config.data.copying.length
+        rows, length = config.batch_size, config.data.noise.length
         setting = dict(case=case, batch=rows, length=length, width=config.model.width, contender=name)
         yield setting | row_of(enter, rounds, rows * length)
         gc.collect()  # what it held on the device

@@ -30,11 +30,11 @@ def enter(config: ConfigDict, steps: int) -> tuple[Iterator[float], dict[str, An
     device = "cuda" if on_gpu else "cpu"
     mlp_width = -(-(m.mlp_width or 8 * m.width // 3) // m.mlp_multiple) * m.mlp_multiple
     sizes = dict(hidden_size=m.width, intermediate_size=mlp_width, num_hidden_layers=m.layers)
-    heads = dict(num_attention_heads=m.attention.n_heads, max_position_embeddings=config.data.copying.length)
+    heads = dict(num_attention_heads=m.attention.n_heads, max_position_embeddings=config.data.noise.length)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=m.vocab_size, tie_word_embeddings=True, **sizes, **heads))
     model = model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
-    shape = (config.batch_size, config.data.copying.length)
+    shape = (config.batch_size, config.data.noise.length)
     tokens = torch.randint(m.vocab_size, shape, device=device)
     run = torch.compile(model) if on_gpu else model
 

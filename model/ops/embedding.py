@@ -1,6 +1,6 @@
-"""Rows of a table by number, with a gradient that has the same bits every time.
+"""Rows of a table by number, and vectors by their place, with gradients that have the same bits every time.
 
-The gradient adds up what all tokens of one kind say of their row. A GPU's scatter-add does so by atomics, in whatever
+The gradient adds up what all tokens of one kind say of their row, or all that ask at one place. A GPU's scatter-add does so by atomics, in whatever
 order threads arrive; there the tokens are sorted instead, and each run of equal ones is added up in order.
 """
 
@@ -54,6 +54,27 @@ def sorted_sums(tokens: jax.Array, g: jax.Array, V: int) -> jax.Array:
         check_vma=False,
     )
     return each(tokens, g)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def picked(L: int, x: jax.Array, at: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x, at[..., None], axis=1)
+
+
+def picked_backward(L, at, g):
+    if placement.platform() != "gpu":
+        return jax.vmap(partial(scattered_sums, V=L))(at, g), np.zeros(at.shape, jax.dtypes.float0)
+    own = placement.spec(("batch", None), at.shape)
+    each = placement.on_each_device(jax.vmap(partial(runs, V=L)), (own, own), own)
+    return each(at, g), np.zeros(at.shape, jax.dtypes.float0)
+
+
+picked.defvjp(lambda L, x, at: (picked(L, x, at), at), picked_backward)
+
+
+def at_places(x: jax.Array, at: jax.Array) -> jax.Array:
+    """Of each row the vectors at these places, `[B, Q, D]`; x: [B, L, D]; at: [B, Q]."""
+    return picked(x.shape[1], x, at)
 
 
 def runs(tokens: jax.Array, g: jax.Array, V: int) -> jax.Array:

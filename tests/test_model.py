@@ -18,6 +18,7 @@ from model.ops.conv import fft_conv, short_conv
 from model.ops.scan import IMPLEMENTATIONS, linear_scan, selective_scan
 from model.stack import loops
 from tests import meshes
+from train import run as runs
 
 SCANS = [name for name in IMPLEMENTATIONS if name != "sharded"]  # which has tests/test_scan.py
 
@@ -146,6 +147,30 @@ def test_swiglu_width():
 def test_a_gpu_loops_over_many_layers_only(chip, looped):
     with meshes.in_force(meshes.mesh_of(chip)):
         assert tuple(n for n in (4, 16, 17) if loops(n)) == looped
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("chip", "lines"),
+    [
+        ("cpu", ["2 layers, looped over"]),
+        ("gpu", ["2 layers, unrolled"]),
+        (
+            "volta",
+            [
+                "2 layers, unrolled",
+                "gpu of compute capability 7.0: kernels need 8.0, so plain XLA takes their place, which is slower",
+            ],
+        ),
+    ],
+)
+def test_the_log_says_what_the_platform_decides(chip, lines, monkeypatch):
+    said = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(runs.logging, level, lambda line, *args: said.append(line % args))
+    with meshes.in_force(meshes.mesh_of(chip)):
+        runs.say_how(base.get_config())
+    assert said == lines
 
 
 @pytest.mark.few(1)

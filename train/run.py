@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
@@ -19,7 +20,9 @@ from model.contract import RUNNING
 from model.errors import UserError
 from model.groups import group_rules
 from model.ops.cudnn_attention import deterministic as deterministic_attention
+from model.ops.fused import AMPERE
 from model.paths import by_path
+from model.stack import loops
 from train import config as configs
 from train import hosts, sharding
 from train.objective import Objective
@@ -75,6 +78,7 @@ def prepare(config: ConfigDict, task: data.Task | None = None) -> Run:
     seed = np.uint32(config.seed)
     with sharding.in_force(mesh, rules):  # what the mesh cannot share out is told here
         boxed = jax.eval_shape(init, seed)
+        say_how(config)
     shardings = sharding.shardings(boxed, mesh, rules)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), nn.unbox(boxed), shardings)
 
@@ -93,6 +97,16 @@ def prepare(config: ConfigDict, task: data.Task | None = None) -> Run:
         train_step=on_mesh(step, mesh, config, donate_argnums=0, out_shardings=(shardings, replicated)),
         eval_step=on_mesh(eval_step(model, objective), mesh, config, out_shardings=replicated),
     )
+
+
+def say_how(config: ConfigDict) -> None:
+    """Puts into the log what the platform in force decides."""
+    layers, version = config.model.layers, placement.capability()
+    if config.model.scan is None:
+        logging.info("%d layers, %s", layers, "looped over" if loops(layers) else "unrolled")
+    if placement.platform() == "gpu" and version < AMPERE:
+        chip, needed = placement.chip(), ".".join(map(str, AMPERE))
+        logging.warning("%s: kernels need %s, so plain XLA takes their place, which is slower", chip, needed)
 
 
 def model_for(objective: Objective, config: ConfigDict) -> build.Model:

@@ -1,7 +1,8 @@
 """Rows of a table by number, and vectors by their place, with gradients that have the same bits every time.
 
-The gradient adds up what all tokens of one kind say of their row, or all that ask at one place. A GPU's scatter-add does so by atomics, in whatever
-order threads arrive; there the tokens are sorted instead, and each run of equal ones is added up in order.
+The gradient adds up what all tokens of one kind say of their row, or all that ask at one place. A GPU's scatter-add
+does so by atomics, in whatever order threads arrive; there the tokens are sorted instead, and each run of equal ones is
+added up in order.
 """
 
 from functools import partial

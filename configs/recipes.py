@@ -36,6 +36,7 @@ class Recipe(NamedTuple):
     norm: str = "batchnorm"
     momentum: float = 0.9  # of the running statistics
     final_norm: bool = True  # behind the last layer, where norms stand before the others
+    pool: str = "mean"
 
 
 class Transformer(NamedTuple):
@@ -79,7 +80,7 @@ S4 = {
     "text": Recipe(6, 256, "pre", 0.0, 0.01, 1e-3, 0.05, 16, 50_000, 1000),
     "retrieval": Recipe(6, 256, "pre", 0.0, 0.01, 1e-3, 0.05, 64, 50_000, 2500),
     "image": Recipe(6, 512, "post", 0.1, 0.01, 1e-3, 0.05, 50, 180_000, 900, norm="layernorm"),
-    "pathfinder": Recipe(6, 256, "pre", 0.0, 0.004, 1e-3, 0.03, 64, 500_000, 2500),
+    "pathfinder": Recipe(6, 256, "pre", 0.0, 0.004, 1e-3, 0.03, 64, 500_000, 2500, pool="last"),
     "pathx": Recipe(6, 256, "pre", 0.0, 5e-4, 5e-4, 0.05, 16, 500_000, 50_000, dict(dt_min=1e-4)),
 }
 S5 = {  # epochs of the training sets as steps; a warm-up of one epoch, on Text of none
@@ -124,6 +125,7 @@ def use(config: ConfigDict, arch: str, task: str) -> None:
     else:
         last = recipe.final_norm and recipe.norm_order == "pre"
         config.model.update(mlp="none", norm=recipe.norm, norm_order=recipe.norm_order, final_norm=last)
+        config.model.pool = recipe.pool
         if recipe.norm == "batchnorm":
             config.model.batchnorm = dict(momentum=recipe.momentum)
         config.model[arch] = dict(recipe.mixer)

@@ -49,6 +49,11 @@ def test_the_ssm_rate_is_the_published_one():
     assert c.optim.lr * c.optim.ssm_lr == pytest.approx(1e-3) and (c.model.s5.state, c.model.s5.blocks) == (384, 3)
 
 
+def test_s4_reads_a_path_off_its_last_pixel():
+    pools = {task: configs.load(f"configs/lra.py:task={task},arch=s4d,size=paper").model.pool for task in ASKED}
+    assert [task for task, pool in pools.items() if pool == "last"] == ["pathfinder"]
+
+
 def test_norms_are_the_published_ones():
     """Of the batch, but where S4 reads images; torch's momentum is 0.1, S5's 0.95 or 0.9 as Flax counts."""
     for arch, task in itertools.product(("s4", "s4d", "s5", "lru"), ASKED):

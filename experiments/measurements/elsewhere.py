@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 Row = dict[str, Any]
-LARGE = 2**32  # bytes; a process that has held more gives them back by ending
+LARGE = 2**28  # bytes; a process that has held more gives them back by ending, as others may need all there are
 
 
 class Place:

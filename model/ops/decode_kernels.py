@@ -22,14 +22,11 @@ from model.ops.scores import Form, Operands
 
 Array = jax.Array
 ROWS = 16  # the fewest that a tensor core multiplies
-FEW = 2  # heads up to which products are made without one
-PARAMS = (4, 3)  # warps and stages
 TILE = {2: 64, 4: 32}  # keys, by the bytes of a number
 
 
 def part_kernel(see: Refs, out, top, total, *, form: Form, keys: int, m: int, M: int):
     """Of one part of one key-value head's keys. q: [r, K]; k: [M, K]; v: [M, V]; out: [R, V]; top, total: [R]."""
-    few = see["q"].shape[0] <= FEW
     q, first, filled = see["q"][...], see["first"][...], see["filled"][...]
     at, mine = see["q_positions"][0], see["q_segments"][0] if "q_segments" in see else None
     params = {name: of_heads(ref) for name, ref in see["bias"].items()} if "bias" in see else {}
@@ -38,8 +35,7 @@ def part_kernel(see: Refs, out, top, total, *, form: Form, keys: int, m: int, M:
         top, total, sum_ = carry
         start = jnp.minimum(j * m, M - m)  # the last tile may begin within the one before it
         k: Side = side(see, "k", start, m, axis=1)
-        keys = see["k"][pl.ds(start, m), :]
-        scores = (jnp.sum(wide(q)[:, None] * wide(keys), axis=2) if few else dot(q, keys, trans_b=True)) * form.scale
+        scores = dot(q, see["k"][pl.ds(start, m), :], trans_b=True) * form.scale
         if form.soft_cap:
             scores = form.soft_cap * (1 - 2 / (1 + jnp.exp2(scores * (2 * LOG2_E / form.soft_cap))))
         if form.bias is not None:
@@ -51,25 +47,17 @@ def part_kernel(see: Refs, out, top, total, *, form: Form, keys: int, m: int, M:
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
         weights, shrink = jnp.exp2(scores - higher[:, None]), jnp.exp2(top - higher)
         v = see["v"][pl.ds(start, m), :]
-        values = jnp.sum(weights[:, :, None] * wide(v), axis=1) if few else dot(weights.astype(v.dtype), v)
-        sum_ = sum_ * shrink[:, None] + values
+        sum_ = sum_ * shrink[:, None] + dot(weights.astype(v.dtype), v)
         return higher, total * shrink + jnp.sum(weights, axis=1), sum_
 
     (R, V), r = out.shape, q.shape[0]
     empty = jnp.full(r, LOW, jnp.float32), jnp.zeros(r, jnp.float32), jnp.zeros((r, V), jnp.float32)
     end = jnp.minimum(filled, jnp.minimum(first + keys, M))
     found = lax.fori_loop(first // m, jnp.maximum(end + m - 1, first) // m, add, empty)
-    if r == R:
-        top[...], total[...], out[...] = found
-        return
     row = lax.iota(jnp.int32, r)
     for i in range(R):  # only those that are heads: the others are most of the tile, as a rule
         top[i], total[i] = (jnp.sum(jnp.where(row == i, x, 0)) for x in found[:2])
         out[i, :] = jnp.sum(jnp.where((row == i)[:, None], found[2], 0), axis=0)
-
-
-def wide(x: Array) -> Array:
-    return x.astype(jnp.float32)
 
 
 def of_heads(ref) -> Array | tuple[Array, ...]:
@@ -97,8 +85,7 @@ def whole_kernel(see: Refs, out, lse):
 def flash_decode(form: Form, o: Operands, interpret: bool = False) -> tuple[Array, Array]:
     """Output `[B, 1, G, R, V]` and log-sum-exp `[B, 1, G, R]`."""
     (B, _, G, R, K), (M, V), m = o.q.shape, o.v.shape[1::2], TILE[o.q.dtype.itemsize]
-    r = R if R <= FEW else max(ROWS, pl.next_power_of_2(R))
-    S, keys = parts_of(M, B * G)
+    r, (S, keys) = max(ROWS, pl.next_power_of_2(R)), parts_of(M, B * G)
 
     def per_row(x: Array | None) -> tuple[Array | None, pl.BlockSpec | None]:
         if x is None:
@@ -133,7 +120,7 @@ def flash_decode(form: Form, o: Operands, interpret: bool = False) -> tuple[Arra
 
     kernel = partial(part_kernel, form=form, keys=keys, m=m, M=M)
     made = [of_part(R, V), of_part(R), of_part(R)]
-    parts, tops, totals = launch(kernel, "decode_parts", (S, G, B), given, made, PARAMS, interpret)
+    parts, tops, totals = launch(kernel, "decode_parts", (S, G, B), given, made, (4, 3), interpret)
     by_head = pl.BlockSpec((None, None, S, None), lambda h, g, b: (b, g, 0, h))
     given = dict(
         parts=(parts, pl.BlockSpec((None, None, S, None, V), lambda h, g, b: (b, g, 0, h, 0))),

@@ -78,10 +78,11 @@ class MLA(Mixer):
             v = product("blc,chv->blhv", latent, v_up)
             y = look(self, jnp.concatenate([q, q_shared], axis=-1), k, v, **call)
         else:
-            seen, places, state = remember(self.cache, ctx, state, latent=latent, k_shared=k_shared[:, :, 0])
+            new = jnp.concatenate([latent, k_shared[:, :, 0]], axis=-1)
+            seen, places, state = remember(self.cache, ctx, state, kept=new)
             q = jnp.concatenate([product("blhk,chk->blhc", q, k_up), q_shared], axis=-1)
-            keys = jnp.concatenate([seen["latent"], seen["k_shared"]], axis=-1)[:, :, None]
-            y = look(self, q, keys, seen["latent"][:, :, None], **call | places)
+            kept = seen["kept"][:, :, None]  # as values too: to cut the latent out of it would copy the whole cache
+            y = look(self, q, kept, kept, **call | places)[..., : self.kv_rank]
             y = product("blhc,chv->blhv", y, v_up)
         return dense(self.width, ("heads", None, "embed"), self.dtype, "out", inputs=2)(y), state
 
@@ -97,7 +98,7 @@ class MLA(Mixer):
 
     @property
     def cache(self) -> Cache:
-        return Full((("latent", (self.kv_rank,)), ("k_shared", (self.shared_dim,))), self.dtype)
+        return Full((("kept", (self.kv_rank + self.shared_dim,)),), self.dtype)
 
     def init_state(self, batch: int, max_len: int) -> State:
         return self.cache.open(batch, max_len)

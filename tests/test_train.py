@@ -21,6 +21,7 @@ from model.ops.cross_entropy import scores
 from tests import zoo
 from train import config as configs
 from train import optim, sharding
+from train.checkpoint import Checkpoints
 from train.log import read_metrics
 from train.loop import train
 from train.objectives import TaskTargets
@@ -274,10 +275,20 @@ def test_a_loss_that_is_not_finite(policy, tmp_path, monkeypatch):
     assert all(0 <= line["data_wait"] <= 1 for line in [*lines, result])
 
 
+def test_a_rollback_goes_on_with_the_batch_after_the_one_that_broke(tmp_path, monkeypatch):
+    break_at(monkeypatch, {6, 9})
+    config = load(*SHORT, ("nonfinite", "rollback"))
+    assert train(config, str(tmp_path))["nonfinite"] == 2
+    with Checkpoints(tmp_path / "checkpoints", 1) as checkpoints:
+        step, state = checkpoints.restore(prepare(config).abstract)
+    # Step 7 broke on batch 6, and was step 7 again when batch 7 was read at step 5 and batch 9 came.
+    assert (step, int(state.data_offset), int(state.nonfinite), int(state.rollbacks)) == (12, 3 + 3, 2, 2)
+
+
 def test_rollbacks_end(tmp_path, monkeypatch):
     break_at(monkeypatch, set(range(6, 1000)))
     result = train(load(*SHORT, ("nonfinite", "rollback"), ("max_rollbacks", "2")), str(tmp_path))
-    assert result["status"] == "nonfinite" and result["nonfinite"] >= 3
+    assert result["status"] == "nonfinite" and (result["nonfinite"], result["steps"]) == (3, 5)
     assert not any(thread.name == "ahead" for thread in threading.enumerate()), "nobody makes batches any more"
 
 

@@ -1,7 +1,7 @@
 """A run from start to result: build, open the folder, restore, loop, report."""
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -127,7 +127,7 @@ def loop(
         save(checkpoints, step, state, None, scores, clock, extra)
     best = checkpoints.best_score()
     reached = has_reached(scores, c)
-    status, pending = "finished", None
+    status, pending, nonfinite = "finished", None, int(state.nonfinite)
     tested: dict[str, Any] = {"targets": {}, "slices": {}, "untested": {}, "test_at": c.test_at, "tested_step": None}
 
     with (
@@ -151,12 +151,14 @@ def loop(
             # except where this step's are needed at once.
             due = [pending, (step, sums)] if at_eval or at_save or stop else [pending]
             pending = None if len(due) == 2 else (step, sums)
-            broken = [n for n, sums in filter(None, due) if not log_step(log, progress, clock, c, n, sums)]
+            broken = log_steps(log, progress, clock, c, filter(None, due))
+            nonfinite += len(broken)
             if broken and c.nonfinite != "skip":
+                # What follows is reckoned from the step that broke, not from the one at which that was found.
                 if c.nonfinite == "stop" or int(state.rollbacks) >= c.max_rollbacks:
-                    status = "nonfinite"
+                    status, step = "nonfinite", broken[0]
                     break
-                step, state = roll_back(run, checkpoints, state, step)
+                step, state = roll_back(run, checkpoints, state, broken[0], nonfinite)
                 log.rewind(step)
                 log.write(step, event=f"step {broken[0]} was not finite: rolled back")
                 feed.seek(state)
@@ -194,7 +196,7 @@ def loop(
         tested |= {"targets": found.targets | at_others.targets, "slices": found.slices | at_others.slices}
         tested |= {"untested": untested, "tested_step": at}
     checkpoints.wait()
-    ended = {"status": status, "steps": step, "nonfinite": int(state.nonfinite), "metrics": scores, **tested}
+    ended = {"status": status, "steps": step, "nonfinite": nonfinite, "metrics": scores, **tested}
     return finish(run, folder, clock, ended | {"changes": changes} | extra)
 
 
@@ -264,24 +266,32 @@ def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[Measured, d
     return tested, untested
 
 
-def log_step(log: MetricsLog, progress: Progress, clock: Clock, c: ConfigDict, step: int, sums: dict) -> bool:
-    """Logs a step's metrics where due; whether the step was finite."""
-    values = {name: np.float32(mean(*pair)) for name, pair in fetch(sums).items()}
-    clock.tick()
-    finite = values.pop("finite") == 1
-    if step % c.log_every == 0 or not finite:
-        log.write(step, **values, data_wait=clock.data_wait())
-    progress.update(step, loss=values["loss"])
-    return bool(finite)
+def log_steps(
+    log: MetricsLog, progress: Progress, clock: Clock, c: ConfigDict, steps: Iterable[tuple[int, dict]]
+) -> list[int]:
+    """Logs the metrics of steps where due, up to the first that ends the run; those that were not finite."""
+    broken = []
+    for step, sums in steps:
+        values = {name: np.float32(mean(*pair)) for name, pair in fetch(sums).items()}
+        clock.tick()
+        finite = values.pop("finite") == 1
+        if step % c.log_every == 0 or not finite:
+            log.write(step, **values, data_wait=clock.data_wait())
+        progress.update(step, loss=values["loss"])
+        if not finite:
+            broken.append(step)
+            if c.nonfinite != "skip":
+                break
+    return broken
 
 
-def roll_back(run: Run, checkpoints: Checkpoints, state: RunState, step: int) -> tuple[int, RunState]:
-    """The last checkpoint, set to read the batches after the one that broke the run."""
+def roll_back(run: Run, checkpoints: Checkpoints, state: RunState, broken: int, nonfinite: int) -> tuple[int, RunState]:
+    """The last checkpoint, set to read the batches after that of the step that broke the run."""
     found = checkpoints.restore(run.abstract)
     good, restored = found if found is not None else (0, jax.block_until_ready(run.init()))
     counts = {
-        "data_offset": int(state.data_offset) + step - good,
-        "nonfinite": int(state.nonfinite),
+        "data_offset": int(state.data_offset) + broken - good,
+        "nonfinite": nonfinite,
         "rollbacks": int(state.rollbacks) + 1,
     }
     sharding = replicated(run.mesh)

@@ -36,6 +36,7 @@ from model.settings import (
     below,
     defaults,
     section,
+    within,
 )
 from model.stack import KEPT
 from train.objective import Smoothing
@@ -178,6 +179,9 @@ class Base:
     # On a non-finite loss: stop, skip (drop the update) or rollback (to the last checkpoint).
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     max_rollbacks: Whole = 3
+    # Steps that the devices are given at once, where nothing is due in between. 0: 10 on GPUs and TPUs if steps are
+    # small, else 1. The same bits however they are grouped; another number is another program and may round otherwise.
+    steps_per_dispatch: Annotated[int, within(0, 100)] = 0
     deterministic: bool = True  # the same bits every time, on GPUs too; False: their fastest kernels
     tensorboard: bool = False  # also write TensorBoard events beside metrics.jsonl
     # Keys that may change when a run is resumed; a change to any other is refused. `mesh.*` is all that begin so.
@@ -194,6 +198,7 @@ class Base:
         "nonfinite",
         "max_rollbacks",
         "tensorboard",
+        "steps_per_dispatch",
         "mesh.*",
         "stream.*",
         "resume_safe",

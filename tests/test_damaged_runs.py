@@ -80,10 +80,10 @@ def interrupted(run, calm, tmp_path_factory):
         if not left[0]:
             raise KeyboardInterrupt
         left[0] -= 1
-        return run.train_step(*args)
+        return run.train_steps(*args)
 
     with pytest.MonkeyPatch.context() as patched:
-        quick.__wrapped__(dataclasses.replace(run, train_step=step), patched)
+        quick.__wrapped__(dataclasses.replace(run, train_steps=step), patched)
         with pytest.raises(KeyboardInterrupt):
             loop.train(run.config, str(folder))
     shutil.rmtree(folder / "checkpoints/00000003")  # the best: in the way of what the cases are about

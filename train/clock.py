@@ -24,10 +24,11 @@ class Clock:
         self.before, self.waited = wall, waited
         self.told = self.wall(), waited
 
-    def tick(self) -> None:
+    def tick(self, n: int = 1) -> None:
+        """n more steps are done."""
         now = time.monotonic()
         if self.last is not None:
-            self.steps.append(now - self.last)
+            self.steps += n * [(now - self.last) / n]
         self.last = now
 
     def pause(self) -> None:

@@ -1,6 +1,7 @@
 """A run from start to result: build, open the folder, restore, loop, report."""
 
 import contextlib
+import functools
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -19,6 +20,7 @@ from train import checkpoint, hosts, start, streaming
 from train import config as configs
 from train.checkpoint import Checkpoints
 from train.clock import Clock
+from train.dispatch import apart, steps_from
 from train.evaluate import bits_per_byte, counts, fetch, mean, means, scalars, slices, tally
 from train.feed import Feed
 from train.log import MetricsLog, Progress
@@ -140,18 +142,19 @@ def loop(
             log.write(step, event=line)
         while step < c.steps and not reached:
             with clock.waiting():
-                batch = next(feed)
-            state, sums = run.train_step(state, batch)
-            step += 1
+                batches = next(feed)
+            n = steps_from(step, c, run.most)
+            state, sums = run.train_steps(state, batches, n)
+            taken, step = (range(step + 1, step + n + 1), sums), step + n
             at_eval = step == c.steps or (c.eval_every and step % c.eval_every == 0)
             at_save = step == c.steps or (c.checkpoint_every and step % c.checkpoint_every == 0)
             stop = stop_requested(step)
             checkpoints.check()
-            # Metrics are fetched a step late, so that the device always has the next step in hand,
-            # except where this step's are needed at once.
-            due = [pending, (step, sums)] if at_eval or at_save or stop else [pending]
-            pending = None if len(due) == 2 else (step, sums)
-            broken = log_steps(log, progress, clock, c, filter(None, due))
+            # Metrics are fetched a dispatch late, so that the device always has the next one in hand,
+            # except where those of the last are needed at once.
+            due = [pending, taken] if at_eval or at_save or stop else [pending]
+            pending = None if len(due) == 2 else taken
+            broken = log_steps(run, log, progress, clock, filter(None, due))
             nonfinite += len(broken)
             if broken and c.nonfinite != "skip":
                 # What follows is reckoned from the step that broke, not from the one at which that was found.
@@ -267,21 +270,24 @@ def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[Measured, d
 
 
 def log_steps(
-    log: MetricsLog, progress: Progress, clock: Clock, c: ConfigDict, steps: Iterable[tuple[int, dict]]
+    run: Run, log: MetricsLog, progress: Progress, clock: Clock, taken: Iterable[tuple[range, dict]]
 ) -> list[int]:
     """Logs the metrics of steps where due, up to the first that ends the run; those that were not finite."""
-    broken = []
-    for step, sums in steps:
-        values = {name: np.float32(mean(*pair)) for name, pair in fetch(sums).items()}
-        clock.tick()
-        finite = values.pop("finite") == 1
-        if step % c.log_every == 0 or not finite:
-            log.write(step, **values, data_wait=clock.data_wait())
-        progress.update(step, loss=values["loss"])
-        if not finite:
-            broken.append(step)
-            if c.nonfinite != "skip":
-                break
+    c, broken = run.config, []
+    for steps, sums in taken:
+        fetched = apart(fetch(sums), len(steps), run.most)
+        clock.tick(len(steps))
+        waited = functools.cache(clock.data_wait)  # one share for all that were waited for together
+        for step, pairs in zip(steps, fetched, strict=True):
+            values = {name: np.float32(mean(*pair)) for name, pair in pairs.items()}
+            finite = values.pop("finite") == 1
+            if step % c.log_every == 0 or not finite:
+                log.write(step, **values, data_wait=waited())
+            progress.update(step, loss=values["loss"])
+            if not finite:
+                broken.append(step)
+                if c.nonfinite != "skip":
+                    return broken
     return broken
 
 

@@ -24,11 +24,11 @@ from model.ops.fused import AMPERE
 from model.paths import by_path
 from model.stack import loops
 from train import config as configs
-from train import hosts, sharding
+from train import dispatch, hosts, sharding
 from train.objective import Objective
 from train.objectives import build as build_objective
 from train.optim import holding, optimizer, schedule
-from train.step import RunState, eval_step, init_state, train_step
+from train.step import RunState, eval_step, init_state, several, train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,9 @@ class Run:
     abstract: RunState  # shapes and shardings of the state
     init: Callable[[], RunState]
     train_step: Callable[[RunState, Any], tuple[RunState, dict]]  # donates the state
+    most: int  # steps that the loop asks for at once
+    # With as many stacked batches, how many of them count; as donating. Where most is 1, train_step on one as it is.
+    train_steps: Callable[[RunState, Any, int], tuple[RunState, dict]]
     eval_step: Callable[[Any, Any], dict]
 
     @property
@@ -84,17 +87,24 @@ def prepare(config: ConfigDict, task: data.Task | None = None) -> Run:
 
     rate = schedule(config.optim, config.steps)
     step = train_step(model, holding(objective, config.optim.frozen), tx, rate, config.optim.accumulate)
-    replicated = sharding.replicated(mesh)
+    replicated, rows = sharding.replicated(mesh), sharding.batch_sharding(mesh, rules)
+    options = dict(donate_argnums=0, out_shardings=(shardings, replicated))
+    one_step = on_mesh(step, mesh, config, **options)
+    params = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract.params))
+    most = dispatch.most_steps(config, rows, params, max(objective.lengths), example)
+    many_steps = on_mesh(several(step, most), mesh, config, **options)
     return Run(
         config=config,
         task=task,
         mesh=mesh,
-        batch_sharding=sharding.batch_sharding(mesh, rules),
+        batch_sharding=rows,
         objective=objective,
         model=model,
         abstract=abstract,
         init=partial(hosts.in_step(jax.jit(lambda seed: nn.unbox(init(seed)), out_shardings=shardings)), seed),
-        train_step=on_mesh(step, mesh, config, donate_argnums=0, out_shardings=(shardings, replicated)),
+        train_step=one_step,
+        most=most,
+        train_steps=many_steps if most > 1 else lambda state, batch, n: one_step(state, batch),
         eval_step=on_mesh(eval_step(model, objective), mesh, config, out_shardings=replicated),
     )
 

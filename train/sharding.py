@@ -144,14 +144,32 @@ def batch_sharding(mesh: Mesh, rules: Rules) -> NamedSharding:
 def put_batch(batch: Batch, sharding: NamedSharding) -> dict[str, jax.Array]:
     """A batch as global arrays. Of its rows this host makes those that its devices hold, each once."""
     held = held_rows(sharding, batch.size)
+    return _put(batch.rows(held), held, batch.size, sharding, axis=0)
+
+
+def put_batches(batches: Sequence[Batch], most: int, sharding: NamedSharding) -> dict[str, jax.Array]:
+    """The same of several, stacked `[most, ...]` and sent as one; the last stands for those that are missing."""
+    size, stacked = batches[0].size, NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    held = held_rows(sharding, size)
+    made = [batch.rows(held) for batch in batches]
+    made += made[-1:] * (most - len(made))
+    return _put({key: np.stack([rows[key] for rows in made]) for key in made[0]}, held, size, stacked, axis=1)
+
+
+def _put(
+    arrays: Mapping[str, np.ndarray], held: np.ndarray, size: int, sharding: NamedSharding, axis: int
+) -> dict[str, jax.Array]:
+    """Global arrays, of whose rows, `size` along an axis, those held are given."""
 
     def part(array: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
-        start, stop, _ = index[0].indices(batch.size)
-        return array[slice(*np.searchsorted(held, (start, stop)))]
+        start, stop, _ = index[axis].indices(size)
+        return array[(slice(None),) * axis + (slice(*np.searchsorted(held, (start, stop))),)]
 
     return {
-        key: jax.make_array_from_callback((batch.size, *array.shape[1:]), sharding, functools.partial(part, array))
-        for key, array in batch.rows(held).items()
+        key: jax.make_array_from_callback(
+            (*array.shape[:axis], size, *array.shape[axis + 1 :]), sharding, functools.partial(part, array)
+        )
+        for key, array in arrays.items()
     }
 
 

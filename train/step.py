@@ -84,6 +84,27 @@ def train_step(
     return step
 
 
+def several(
+    step: Callable[[RunState, Batch], tuple[RunState, Sums]], most: int
+) -> Callable[[RunState, Batch, int], tuple[RunState, Sums]]:
+    """Up to `most` steps at once: the first n of batches stacked `[most, ...]`; their sums are stacked alike.
+
+    All numbers of steps share one program, so that the bits of a step do not depend on which others came with it. It
+    goes through all batches and drops what comes after the n-th: a count of rounds that is known only while it runs
+    would have a GPU ask its host before each.
+    """
+
+    def steps(state: RunState, batches: Batch, n: int) -> tuple[RunState, Sums]:
+        def one(state, xs):
+            i, batch = xs
+            new, sums = step(state, batch)
+            return jax.tree.map(lambda new, old: jnp.where(i < n, new, old), new, state), sums
+
+        return jax.lax.scan(one, state, (jnp.arange(most), batches))
+
+    return steps
+
+
 def all_finite(tree: Any) -> jax.Array:
     """Whether every number in a tree is finite."""
     floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]

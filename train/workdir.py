@@ -160,7 +160,7 @@ def _lock(lock: int, path: str | Path) -> str:
 
 @contextlib.contextmanager
 def graceful_stop() -> Iterator[Callable[[int], bool]]:
-    """Yields `stop_requested(step)`, to be asked once per step: true once SIGTERM or SIGINT has come.
+    """Yields `stop_requested(step)`, to be asked after every dispatch: true once SIGTERM or SIGINT has come.
 
     With several processes a signal to any of them counts, and all stop at the same step.
     """

@@ -21,7 +21,16 @@ from train.workdir import parse_json, write_text
 Row = dict[str, Any]
 
 # Keys that a run may change on the way without its numbers becoming those of another run.
-HARMLESS = ("log_every", "checkpoint_every", "keep", "tensorboard", "resume_safe", "mesh", "stream")
+HARMLESS = (
+    "log_every",
+    "checkpoint_every",
+    "keep",
+    "tensorboard",
+    "resume_safe",
+    "mesh",
+    "stream",
+    "steps_per_dispatch",
+)
 
 
 @dataclass(frozen=True)

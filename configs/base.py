@@ -179,8 +179,8 @@ class Base:
     # On a non-finite loss: stop, skip (drop the update) or rollback (to the last checkpoint).
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     max_rollbacks: Whole = 3
-    # Steps that the devices are given at once, where nothing is due in between. 0: 10 on GPUs and TPUs if steps are
-    # small, else 1. The same bits however they are grouped; another number is another program and may round otherwise.
+    # Steps that the devices are given at once, where nothing is due in between; fewer take as long. 0: 10 on GPUs and
+    # TPUs if steps are small, else 1. The same bits however they are grouped; another number may round otherwise.
     steps_per_dispatch: Annotated[int, within(0, 100)] = 0
     deterministic: bool = True  # the same bits every time, on GPUs too; False: their fastest kernels
     tensorboard: bool = False  # also write TensorBoard events beside metrics.jsonl

@@ -19,6 +19,7 @@ from experiments.measurements import overhead
 from model.errors import UserError
 from tests.test_hosts import command, losses, pair, train_until
 from tests.test_train import break_at, load
+from train import config as configs
 from train import dispatch, feed, log, loop, sharding
 from train.checkpoint import Checkpoints
 from train.clock import Clock
@@ -130,6 +131,13 @@ def test_steps_are_grouped_where_they_are_small():
 def test_a_number_of_steps_that_cannot_be_is_refused():
     with pytest.raises(UserError, match=r"steps_per_dispatch is -1; allowed: .* from 0 to 100; closest: 0"):
         load(("steps_per_dispatch", "-1"))
+
+
+@pytest.mark.quick
+def test_another_number_of_steps_may_go_on_with_a_run(tmp_path):
+    changes = configs.changes(load(), load(("steps_per_dispatch", "4")))
+    assert set(changes) == {"steps_per_dispatch"}
+    loop.refuse_changes(changes, load(), tmp_path)
 
 
 @pytest.mark.quick

@@ -12,8 +12,8 @@ from train.objective import Sums
 
 # Evaluations and checkpoints are due every so many tens of steps: groups of ten are seldom cut short by them.
 MOST = 10
-# Operations of a step on one device. More take a millisecond or so, in which a host has long asked for the next step;
-# and where nothing is gained, a stop should not have to wait for others.
+# Operations of a step on one device: a millisecond's, at 1e14 a second. While a device is busy for longer, its host
+# has long asked for the next step; then groups would only make a stop wait, and waste what short ones leave unused.
 SMALL = 1e11
 ROOM = 128 << 20  # bytes that batches waiting on a device may take
 

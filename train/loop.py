@@ -145,7 +145,8 @@ def loop(
                 batches = next(feed)
             n = steps_from(step, c, run.most)
             state, sums = run.train_steps(state, batches, n)
-            taken, step = (range(step + 1, step + n + 1), sums), step + n
+            step += n
+            taken = range(step - n + 1, step + 1), sums
             at_eval = step == c.steps or (c.eval_every and step % c.eval_every == 0)
             at_save = step == c.steps or (c.checkpoint_every and step % c.checkpoint_every == 0)
             stop = stop_requested(step)

@@ -44,8 +44,8 @@ class Run:
     abstract: RunState  # shapes and shardings of the state
     init: Callable[[], RunState]
     train_step: Callable[[RunState, Any], tuple[RunState, dict]]  # donates the state
-    most: int  # steps that the loop asks for at once
-    # With as many stacked batches, how many of them count; as donating. Where most is 1, train_step on one as it is.
+    most: int  # steps that the loop takes at once
+    # Takes the first n of so many stacked batches, or the one batch as it is where one is the most; donates too.
     train_steps: Callable[[RunState, Any, int], tuple[RunState, dict]]
     eval_step: Callable[[Any, Any], dict]
 

@@ -92,6 +92,8 @@ def prepare(config: ConfigDict, task: data.Task | None = None) -> Run:
     one_step = on_mesh(step, mesh, config, **options)
     params = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract.params))
     most = dispatch.most_steps(config, rows, params, max(objective.lengths), example)
+    if most > 1:
+        logging.info("%d steps in a dispatch", most)
     many_steps = on_mesh(several(step, most), mesh, config, **options)
     return Run(
         config=config,

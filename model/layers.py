@@ -114,6 +114,22 @@ def norm(kind: str, dtype: Any, name: str, eps: float = 1e-5, axes: int = 1, lea
     return choose("norm", kind, NORMS)(epsilon=eps, dtype=dtype, param_dtype=wide(dtype), name=name, **over)
 
 
+class Scale(nn.Module):
+    """What a norm of this name learns, for one that is part of what the backward pass makes anew."""
+
+    features: tuple[int, ...]
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        return self.param("scale", nn.initializers.ones_init(), self.features, wide(self.dtype))
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float = 1e-5) -> jax.Array:
+    """RMSNorm over the last axis of a wide array; scale: that axis, or more of the last ones."""
+    return x * (jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * scale)
+
+
 def stream_norm(
     kind: str, dtype: Any, name: str, eps: float, momentum: float
 ) -> Callable[[jax.Array, Context], jax.Array]:

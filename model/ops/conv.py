@@ -161,17 +161,39 @@ def short_conv(
 
     @jax.checkpoint  # else the wide copies of x are kept for the gradient, which takes no more than x and the kernel
     def convolve(x, past, reach, kernel, bias):
-        W, L = kernel.shape[0], x.shape[1]
-        window = jnp.concatenate([past, x], axis=1)
-        y = bias + x * kernel[-1]
-        for back in range(1, W):
-            shifted = window[:, W - 1 - back : W - 1 - back + L]
-            if reach is not None:
-                shifted = jnp.where((reach >= back)[..., None], shifted, 0)
-            y = y + shifted * kernel[W - 1 - back]
-        return y.astype(x.dtype)
+        return taps(x, past, reach, kernel, bias).astype(x.dtype)
 
     return skipping(convolve, x, past, reach, real, kernel, bias)
+
+
+def short_conv_silu(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array,
+    past: jax.Array,
+    reach: jax.Array | None = None,
+    real: jax.Array | None = None,
+) -> jax.Array:
+    """SiLU of `short_conv`, rounded once. The gradient makes what is activated anew, which would be kept otherwise."""
+
+    @jax.checkpoint
+    def convolve(x, past, reach, kernel, bias):
+        return jax.nn.silu(taps(x, past, reach, kernel, bias)).astype(x.dtype)
+
+    return skipping(convolve, x, past, reach, real, kernel, bias)
+
+
+def taps(x: jax.Array, past: jax.Array, reach: jax.Array | None, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+    """The sums of `short_conv` over rows without padding, in the dtype of kernel and bias."""
+    W, L = kernel.shape[0], x.shape[1]
+    window = jnp.concatenate([past, x], axis=1)
+    y = bias + x * kernel[-1]
+    for back in range(1, W):
+        shifted = window[:, W - 1 - back : W - 1 - back + L]
+        if reach is not None:
+            shifted = jnp.where((reach >= back)[..., None], shifted, 0)
+        y = y + shifted * kernel[W - 1 - back]
+    return y
 
 
 def shift(x: jax.Array, past: jax.Array, reach: jax.Array | None = None, real: jax.Array | None = None) -> jax.Array:

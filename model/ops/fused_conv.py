@@ -45,10 +45,9 @@ class Tile(NamedTuple):
     there: Array | None  # which of its channels there are, [F]; None: all of them
 
     def read(self, ref: Any, *at: Any) -> Array:
-        """A row of channels, in float32."""
+        """A row of channels."""
         ref = ref.at[(*map(jnp.int32, at), slice(None))]
-        row = ref[...] if self.there is None else triton.load(ref, mask=self.there, other=0)
-        return row.astype(jnp.float32)
+        return ref[...] if self.there is None else triton.load(ref, mask=self.there, other=0)
 
     def write(self, ref: Any, at: Any, row: Array, when: Array | None = None) -> None:
         mask = self.there
@@ -61,6 +60,7 @@ class Tile(NamedTuple):
             triton.store(ref, row, mask=mask)
 
     def token(self, see: Refs, t: Array, names: tuple[str, ...]) -> dict[str, Array]:
+        """As it lies in memory: to widen a number is to wait for it."""
         t = jnp.minimum(t, self.L - 1)
         found = {name: self.read(see[name], t) for name in names}
         return found | ({"reach": see["reach"][t]} if "reach" in see else {})
@@ -70,8 +70,12 @@ class Tile(NamedTuple):
         rows = []
         for i in range(W - 1):
             here = self.read(see["x"], jnp.maximum(self.first - (W - 1) + i, 0))
-            rows.append(jnp.where(self.first == 0, self.read(see["past"], i), here))
+            rows.append(wide(jnp.where(self.first == 0, self.read(see["past"], i), here)))
         return tuple(rows)
+
+
+def wide(row: Array) -> Array:
+    return row.astype(jnp.float32)
 
 
 def this_tile(see: Refs, T: int, E: int) -> Tile:
@@ -107,7 +111,7 @@ def outputs_kernel(see: Refs, y, *, E: int, shape: Shape):
 
     def some(i, found, rows):
         for u, token in enumerate(found):
-            rows = (*rows, token["x"])
+            rows = (*rows, wide(token["x"]))
             sums = total(within(token, rows), taps, bias)
             t = i * U + u
             tile.write(y, t, sums * sigmoid(sums), None if tile.L % T == 0 else tile.first + t < tile.L)
@@ -125,16 +129,17 @@ def gradients_kernel(see: Refs, dx, d_past, d_weights, *, E: int, shape: Shape):
 
     def step(t, found, carry):
         """The tokens before the next one, what is known of their gradients, and that of the last whose is complete."""
-        rows, grads, sums = carry
-        seen = within(found, (*rows, found["x"]))
+        before, grads, sums = carry
+        rows = (*before, wide(found["x"]))
+        seen = within(found, rows)
         pre = total(seen, taps, bias)
         s = sigmoid(pre)
-        d = jnp.where(t < tile.L, found["dy"] * s * (1 + pre * (1 - s)), 0.0)
+        d = jnp.where(t < tile.L, wide(found["dy"]) * s * (1 + pre * (1 - s)), 0.0)
         own = jnp.where(t < tile.first + T, d, 0.0)
         sums = *(a + own * row for a, row in zip(sums, seen, strict=False)), sums[-1] + own
         given = within(found, tuple(d * tap for tap in taps))
         complete, *grads = (a + b for a, b in zip((*grads, 0.0), given, strict=True))
-        return ((*rows[1:], found["x"]), tuple(grads), sums), complete
+        return (rows[1:], tuple(grads), sums), complete
 
     def fetched(t):
         return tile.token(see, t, ("x", "dy"))

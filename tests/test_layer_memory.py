@@ -73,3 +73,4 @@ def test_of_mamba_no_more_is_kept_than_maps_and_kernels_made(mixer, kept, bytes_
     found = stacked(kept, mixers=(mixer,), mlp="none", position="none", mamba2=dict(state=16))
     of_channels = [leaf for leaf in found if leaf.shape[1:3] == (B, L) and math.prod(leaf.shape[1:]) >= one]
     assert sum(leaf.dtype.itemsize * math.prod(leaf.shape[1:]) for leaf in of_channels) == bytes_each * one
+    assert not any({D, 2 * D} <= set(leaf.shape[1:]) for leaf in found if leaf.shape[1] != B), "no copies of kernels"

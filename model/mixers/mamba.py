@@ -88,7 +88,7 @@ class Mamba(Mixer):
         f = wide(self.dtype)
         past = self.init_state(x.shape[0], 0) if state is None else state
 
-        u, z = jnp.moveaxis(dense((2, E), ("embed", None, "inner"), self.dtype, "in")(x), -2, 0)
+        u, z = dense((2, E), ("embed", None, "inner"), self.dtype, "in", apart=True)(x)
         kernel = self.param("conv", nn.with_logical_partitioning(uniform(W**-0.5), (None, "inner")), (W, E), f)
         conv_bias = self.param("conv_bias", nn.with_logical_partitioning(uniform(W**-0.5), ("inner",)), (E,), f)
         c = short_conv_silu(u, kernel, conv_bias, past["conv"], *neighbours(ctx))

@@ -28,9 +28,10 @@ class Dense(nn.Module):
     dtype: Any = jnp.float32
     out: Any = None  # dtype of the result; None: `dtype`
     of: Callable[..., jax.Array] | None = None  # makes what is mapped of what is given; the gradient makes it anew
+    apart: bool = False  # gives an array for each of the first of `features`, by a product each: slices are copies
 
     @nn.compact
-    def __call__(self, *given: jax.Array) -> jax.Array:
+    def __call__(self, *given: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
         x = jax.eval_shape(self.of, *given) if self.of else given[0]
         contracted = x.shape[-self.inputs :]
 
@@ -42,10 +43,17 @@ class Dense(nn.Module):
         kernel = self.param("kernel", kernel_init, (*contracted, *self.features), wide(self.dtype))
 
         def mapped(kernel, *given):
-            x = self.of(*given) if self.of else given[0]
-            return linear(x.astype(self.dtype), kernel, self.inputs, self.out)
+            x = (self.of(*given) if self.of else given[0]).astype(self.dtype)
+            axis = x.ndim - self.inputs  # of the first feature
+            if not self.apart:
+                return linear(x, kernel, self.inputs, self.out)
+            if x.shape[axis - 1] == 1:  # a token is less to copy than a kernel
+                return tuple(jnp.moveaxis(linear(x, kernel, self.inputs, self.out), axis, 0))
+            parts = (jax.lax.index_in_dim(kernel, i, self.inputs, keepdims=False) for i in range(self.features[0]))
+            return tuple(linear(x, part, self.inputs, self.out) for part in parts)
 
-        y = (jax.checkpoint(mapped, prevent_cse=False) if self.of else mapped)(kernel, *given)
+        # Parts of a kernel are made anew too: it is there anyway.
+        y = (jax.checkpoint(mapped, prevent_cse=False) if self.of or self.apart else mapped)(kernel, *given)
         if self.bias:
             bias_init = nn.with_logical_partitioning(nn.initializers.zeros_init(), self.axes[self.inputs :])
             y = (y + self.param("bias", bias_init, self.features, wide(self.dtype))).astype(y.dtype)
@@ -112,6 +120,22 @@ def norm(kind: str, dtype: Any, name: str, eps: float = 1e-5, axes: int = 1, lea
     last = tuple(range(-axes, 0))
     over = dict(reduction_axes=last, feature_axes=last, use_scale=learned)
     return choose("norm", kind, NORMS)(epsilon=eps, dtype=dtype, param_dtype=wide(dtype), name=name, **over)
+
+
+class Scale(nn.Module):
+    """What a norm of this name learns, for one that is part of what the backward pass makes anew."""
+
+    features: tuple[int, ...]
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(self) -> jax.Array:
+        return self.param("scale", nn.initializers.ones_init(), self.features, wide(self.dtype))
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float = 1e-5) -> jax.Array:
+    """RMSNorm over the last axis of a wide array; scale: that axis, or more of the last ones."""
+    return x * (jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * scale)
 
 
 def stream_norm(

@@ -45,6 +45,7 @@ def apart(params: Any) -> Any:
 
 
 KERNELS = ("ffi_call", "pallas_call")
+CHEAP = ("conv_outputs",)  # kernels that do little more than read: what they make is made anew
 
 
 def matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -53,7 +54,7 @@ def matmuls(primitive: Any, *_: Any, **params: Any) -> bool:
     Not so the scores of dense attention, products of one token with another: those grow with the square of the length.
     """
     kept = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *_, **params)
-    return kept or primitive.name in KERNELS
+    return kept or (primitive.name in KERNELS and params.get("name") not in CHEAP)
 
 
 # What of a layer is kept for its backward pass -> the policy by which the rest is computed anew; None: nothing is.

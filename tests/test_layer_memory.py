@@ -1,5 +1,6 @@
 """What a stack keeps for its backward pass: no more in a loop than without one, and less where it is asked."""
 
+import math
 from functools import cache
 
 import flax.linen as nn
@@ -15,8 +16,8 @@ from train import config as configs
 LAYERS, B, L, D, F = 4, 2, 64, 32, 96
 
 
-def gradient(scan: bool, kept: str):
-    given = dict(width=D, mlp_width=F, layers=LAYERS, scan=scan, kept=kept, dtype="bfloat16", position="rope")
+def gradient(scan: bool, kept: str, **given):
+    given = dict(width=D, mlp_width=F, layers=LAYERS, scan=scan, kept=kept, dtype="bfloat16", position="rope") | given
     model = build.build(configs.resolve({"model": given}).model.to_dict(), Asked(16))
     tokens = jnp.zeros((B, L), jnp.int32)
     variables = jax.eval_shape(lambda: nn.unbox(model.init(jax.random.key(0), tokens)))
@@ -39,19 +40,37 @@ def test_what_is_not_kept_takes_no_memory():
     assert memory(True, "nothing") < 0.6 * memory(True, "matmuls") < 0.6 * 0.6 * memory(True, "all")
 
 
-def stacked(kept: str) -> list[tuple[int, ...]]:
-    """The shapes of the arrays of tokens that the loop on a GPU keeps, and of all kernels that it copies."""
+def stacked(kept: str, **given) -> list[jax.core.ShapedArray]:
+    """The arrays of tokens that the loop on a GPU keeps, and all kernels that it copies; their first axis is layers."""
     with meshes.in_force(meshes.mesh_of("gpu")):
-        function, variables = gradient(True, kept)
+        function, variables = gradient(True, kept, **given)
         program = jax.make_jaxpr(function)(variables)
     loop = next(eqn for eqn in program.eqns if eqn.primitive.name == "scan")
-    kept = [v.aval.shape[1:] for v in loop.outvars[loop.params["num_carry"] :]]
-    return sorted(shape for shape in kept if len(shape) > 1)
+    return [v.aval for v in loop.outvars[loop.params["num_carry"] :] if v.aval.ndim > 2]
 
 
 @pytest.mark.parametrize("kept", ["all", "matmuls"])
 def test_of_an_mlp_its_maps_are_kept_and_nothing_made_of_them(kept):
     """And no copies of kernels in the dtype of the products."""
-    found = stacked(kept)
+    found = [leaf.shape[1:] for leaf in stacked(kept)]
     assert found.count((B, L, F)) == 2
     assert all(shape[0] == B for shape in found)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "kept", "bytes_each"),
+    [
+        ("mamba", "all", 2 + 2 + 2 + 4 + 2),
+        ("mamba2", "all", 2 + 2 + 2 + 2),
+        ("mamba", "matmuls", 2 + 2 + 4 + 2),
+        ("mamba2", "matmuls", 2 + 2 + 2),
+    ],
+)
+def test_of_mamba_no_more_is_kept_than_maps_and_kernels_made(mixer, kept, bytes_each):
+    """Of an inner channel of a token: what `in` maps it to and the gate; what is convolved, unless it is made anew; dt
+    where each has its own; and what the scan reads of its states."""
+    one = B * L * 2 * D
+    found = stacked(kept, mixers=(mixer,), mlp="none", position="none", mamba2=dict(state=16))
+    of_channels = [leaf for leaf in found if leaf.shape[1:3] == (B, L) and math.prod(leaf.shape[1:]) >= one]
+    assert sum(leaf.dtype.itemsize * math.prod(leaf.shape[1:]) for leaf in of_channels) == bytes_each * one
+    assert not any({D, 2 * D} <= set(leaf.shape[1:]) for leaf in found if leaf.shape[1] != B), "no copies of kernels"

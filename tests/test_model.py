@@ -12,6 +12,7 @@ from model.asked import Asked
 from model.block import NORM_ORDERS
 from model.documents import document_positions, open_reading
 from model.errors import UserError
+from model.layers import dense
 from model.mixers.s4d import INITS, s4d_kernel
 from model.mlps import MLPS, mlp_width
 from model.ops.conv import fft_conv, short_conv
@@ -89,6 +90,24 @@ def test_the_chunked_selective_scan_never_holds_all_states():
     assert memory("associative") > states
     for implementation in ("chunked", "chunked_serial", "stepped"):
         assert memory(implementation) < states / 2, implementation
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_map_whose_parts_are_arrays_of_their_own(length):
+    """Has the parameters of one that is cut up afterwards, and their gradients."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, length, 3)), jnp.float32)
+    whole, apart = (dense((2, 4), ("embed", None, "inner"), jnp.float32, "in", apart=parts) for parts in (False, True))
+    params, same = (nn.unbox(layer.init_with_output(jax.random.key(0), x)[1]) for layer in (whole, apart))
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, params, same))
+
+    def value(params, x, layer):
+        u, z = layer.apply(params, x) if layer is apart else jnp.moveaxis(layer.apply(params, x), -2, 0)
+        return jnp.sum(jnp.sin(u) * jnp.cos(2 * z)), (u, z)
+
+    want, got = (jax.grad(value, argnums=(0, 1), has_aux=True)(params, x, layer) for layer in (whole, apart))
+    for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.quick

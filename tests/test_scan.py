@@ -93,6 +93,31 @@ def test_a_walk_over_tokens_is_the_scan_and_its_gradient(L):
         np.testing.assert_array_equal(mine, other)
 
 
+@pytest.mark.few(3)
+@pytest.mark.parametrize("implementation", ["stepped", *ALONE])
+def test_narrow_tokens_are_scanned_wide_and_rounded_once(implementation):
+    arrays, _ = selective(L=100)
+    narrow = arrays | {name: arrays[name].astype(jnp.bfloat16) for name in "xBC"}
+    weights = normal(*arrays["x"].shape, seed=9)
+
+    @jax.jit
+    def run(arrays):
+        def objective(arrays):
+            y, h = selective_scan(**arrays, implementation=implementation)
+            return jnp.sum(y * weights.astype(jnp.bfloat16)) + jnp.sum(h**2), (y, h)
+
+        return jax.grad(objective, has_aux=True)(arrays)
+
+    got = run(narrow)
+    for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves((narrow, (narrow["x"], narrow["h0"]))), strict=True):
+        assert mine.dtype == other.dtype
+    want = run(jax.tree.map(jnp.float32, narrow))
+    for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        rounded = np.float32(other.astype(mine.dtype))
+        ulp = float(jnp.finfo(mine.dtype).eps)
+        np.testing.assert_allclose(np.float32(mine), rounded, rtol=max(ulp, 1e-5), atol=1e-5)
+
+
 @pytest.mark.parametrize("sizes", [dict(data=2, sequence=2, tensor=2), dict(sequence=7)], ids=str)
 def test_devices_share_the_length_of_a_sequence(sizes):
     """The same values and gradients, with batch, time and channels split, and no more sent than states."""

@@ -15,7 +15,7 @@ from model.documents import neighbours
 from model.errors import UserError
 from model.layers import check_divides, dense, norm
 from model.mixers.mamba import uniform
-from model.ops.conv import conv_tail, short_conv
+from model.ops.conv import conv_tail, short_conv_silu
 from model.ops.delta_rule import IMPLEMENTATIONS, delta_rule
 from model.settings import Dim
 
@@ -66,8 +66,8 @@ class DeltaNet(Mixer):
             u = dense(H * size, ("embed", "inner"), self.dtype, name)(x)
             kernel_init = nn.with_logical_partitioning(uniform(self.conv**-0.5), (None, "inner"))
             kernel = self.param(f"conv_{name}", kernel_init, (self.conv, H * size), f)
-            c = short_conv(u, kernel, jnp.zeros(H * size, f), past[name], *neighbours(ctx))
-            return u, nn.silu(c).reshape(*x.shape[:2], H, size)
+            c = short_conv_silu(u, kernel, jnp.zeros(H * size, f), past[name], *neighbours(ctx))
+            return u, c.reshape(*x.shape[:2], H, size)
 
         (u_q, q), (u_k, k), (u_v, v) = heads("q", K), heads("k", K), heads("v", P)
         q, k = (unit(q) * K**-0.5).astype(self.dtype), unit(k).astype(self.dtype)

@@ -11,7 +11,7 @@ from model.documents import neighbours
 from model.errors import UserError
 from model.layers import dense, norm
 from model.mixers.state_space import log_uniform
-from model.ops.conv import conv_tail, short_conv
+from model.ops.conv import conv_tail, short_conv_silu
 from model.ops.scan import SELECTIVE, selective_scan
 from model.settings import Dim, Positive
 
@@ -34,6 +34,29 @@ def uniform(scale: float) -> nn.initializers.Initializer:
 def log_range(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """log(1), ..., log(N) in every channel: S4D-Real."""
     return jnp.broadcast_to(jnp.log(jnp.arange(1, shape[-1] + 1, dtype=dtype)), shape)
+
+
+@jax.custom_vjp
+def softplus(x: jax.Array) -> jax.Array:
+    """The gradient is made of the value, which a scan keeps anyway."""
+    return jax.nn.softplus(x)
+
+
+def softplus_forward(x):
+    y = softplus(x)
+    return y, y
+
+
+def softplus_backward(y, g):
+    return (-g * jnp.expm1(-y),)
+
+
+softplus.defvjp(softplus_forward, softplus_backward)
+
+
+def step_size(raw: jax.Array, real: jax.Array | None) -> jax.Array:
+    """dt, `[B, L, ...]`: positive, and 0 at padding, which leaves a state as it was. real: [B, L]."""
+    return softplus(raw if real is None else jnp.where(real[..., None], raw, -jnp.inf))
 
 
 class Mamba(Mixer):
@@ -65,10 +88,10 @@ class Mamba(Mixer):
         f = wide(self.dtype)
         past = self.init_state(x.shape[0], 0) if state is None else state
 
-        u, z = jnp.moveaxis(dense((2, E), ("embed", None, "inner"), self.dtype, "in")(x), -2, 0)
+        u, z = dense((2, E), ("embed", None, "inner"), self.dtype, "in", apart=True)(x)
         kernel = self.param("conv", nn.with_logical_partitioning(uniform(W**-0.5), (None, "inner")), (W, E), f)
         conv_bias = self.param("conv_bias", nn.with_logical_partitioning(uniform(W**-0.5), ("inner",)), (E,), f)
-        c = nn.silu(short_conv(u, kernel, conv_bias, past["conv"], *neighbours(ctx)))
+        c = short_conv_silu(u, kernel, conv_bias, past["conv"], *neighbours(ctx))
 
         low, B, C = jnp.split(dense(R + 2 * N, ("inner", None), self.dtype, "x")(c), [R, R + N], axis=-1)
         if self.norm != "none":
@@ -77,7 +100,7 @@ class Mamba(Mixer):
             low, B, C = (norm("rmsnorm", f, name, **normed)(part) for name, part in parts.items())
         dt_kernel = self.param("dt", nn.with_logical_partitioning(uniform(R**-0.5), (None, "inner")), (R, E), f)
         dt_init = nn.with_logical_partitioning(inverse_softplus_dt(self.dt_min, self.dt_max), ("inner",))
-        dt = jax.nn.softplus(low.astype(f) @ dt_kernel + self.param("dt_bias", dt_init, (E,), f))
+        dt = low.astype(f) @ dt_kernel + self.param("dt_bias", dt_init, (E,), f)
         A = -jnp.exp(self.param("A_log", nn.with_logical_partitioning(log_range, ("inner", None)), (E, N), f))
         D = self.param("D", nn.with_logical_partitioning(nn.initializers.ones_init(), ("inner",)), (E,), f)
 
@@ -85,11 +108,13 @@ class Mamba(Mixer):
         if ctx.segments is not None:
             real = ctx.segments > 0
             keep = (ctx.positions > 0) | ~real
-            dt = jnp.where(real[..., None], dt, 0)
-        c = c.astype(f)
-        y, h = selective_scan(c, dt, A, B.astype(f), C.astype(f), past["h"], keep, implementation=self.implementation)
-        y = (y + D * c).astype(self.dtype) * nn.silu(z)
-        out = dense(self.width, ("inner", "embed"), self.dtype, "out")(y)
+        dt = step_size(dt, real)
+        y, h = selective_scan(c, dt, A, B, C, past["h"], keep, implementation=self.implementation)
+
+        def gated(y, c, z, D):
+            return (y + D * c) * nn.silu(z.astype(f))
+
+        out = dense(self.width, ("inner", "embed"), self.dtype, "out", of=gated)(y, c, z, D)
         return out, None if state is None else dict(h=h, conv=conv_tail(u, past["conv"], real))
 
     def check(self) -> None:

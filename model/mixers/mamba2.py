@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from model.contract import Context, Mixer, State, wide
 from model.documents import neighbours
 from model.errors import UserError
-from model.layers import check_divides, dense
-from model.mixers.mamba import inverse_softplus_dt, uniform
-from model.ops.conv import conv_tail, short_conv
+from model.layers import Scale, check_divides, dense, rms_norm
+from model.mixers.mamba import inverse_softplus_dt, step_size, uniform
+from model.ops.conv import conv_tail, short_conv_silu
 from model.ops.ssd import IMPLEMENTATIONS, ssd
 from model.settings import Dim, Positive
 
@@ -67,7 +67,7 @@ class Mamba2(Mixer):
         def per_head(name, init):
             return self.param(name, nn.with_logical_partitioning(init, ("inner",)), (H,), f)
 
-        dt = jax.nn.softplus(low.astype(f) + per_head("dt_bias", inverse_softplus_dt(self.dt_min, self.dt_max)))
+        dt = low.astype(f) + per_head("dt_bias", inverse_softplus_dt(self.dt_min, self.dt_max))
         A = -jnp.exp(per_head("A_log", log_uniform_A))
         D = per_head("D", nn.initializers.ones_init())
 
@@ -75,13 +75,16 @@ class Mamba2(Mixer):
         if ctx.segments is not None:
             real = ctx.segments > 0
             keep = (ctx.positions > 0) | ~real
-            dt = jnp.where(real[..., None], dt, 0)
+        dt = step_size(dt, real)
         y, h = ssd(c, dt, A, B, C, past["h"], keep, implementation=self.implementation)
-        y = (y + D[:, None] * c).reshape(*lead, E) * nn.silu(z.astype(f))
-        # Gated first, then normalised, in the groups that tensor sharding would keep on one device.
-        group_norm = nn.RMSNorm(epsilon=1e-5, dtype=self.dtype, param_dtype=f, feature_axes=(-2, -1), name="norm")
-        y = group_norm(y.reshape(*lead, G, E // G)).reshape(*lead, E)
-        out = dense(self.width, ("inner", "embed"), self.dtype, "out")(y)
+        scale = Scale((G, E // G), self.dtype, name="norm")()
+
+        def gated(y, c, z, D, scale):
+            y = (y + D[:, None] * c).reshape(*lead, E) * nn.silu(z.astype(f))
+            # Gated first, then normalised, in the groups that tensor sharding would keep on one device.
+            return rms_norm(y.reshape(*lead, G, E // G), scale).reshape(*lead, E)
+
+        out = dense(self.width, ("inner", "embed"), self.dtype, "out", of=gated)(y, c, z, D, scale)
         tails = dict(x=conv_tail(u, past["x"], real), BC=conv_tail(BC, past["BC"], real))
         return out, None if state is None else dict(h=h, **tails)
 
@@ -90,7 +93,7 @@ class Mamba2(Mixer):
         W, n, f = self.conv, u.shape[-1], wide(self.dtype)
         kernel = self.param(name, nn.with_logical_partitioning(uniform(W**-0.5), (None, axis)), (W, n), f)
         bias = self.param(f"{name}_bias", nn.with_logical_partitioning(uniform(W**-0.5), (axis,)), (n,), f)
-        return nn.silu(short_conv(u, kernel, bias, past, *neighbours(ctx)))
+        return short_conv_silu(u, kernel, bias, past, *neighbours(ctx))
 
     def check(self) -> None:
         if not self.causal:

@@ -19,7 +19,7 @@ from model.errors import UserError
 from model.layers import check_divides, fan_in
 from model.mixers.mamba import uniform
 from model.mixers.recurrent import Past, recurrence
-from model.ops.conv import conv_tail, short_conv
+from model.ops.conv import conv_tail, short_conv_silu
 from model.ops.product import product
 from model.ops.stretches import gathers, stretches
 from model.settings import Dim
@@ -81,7 +81,7 @@ class SLSTM(Mixer):
 
         kernel = param("conv", uniform(self.conv**-0.5), (self.conv, D), (None, "inner"))
         conv_bias = param("conv_bias", uniform(self.conv**-0.5), (D,), ("inner",))
-        smooth = nn.silu(short_conv(x, kernel, conv_bias, past["conv"], *neighbours(ctx)))
+        smooth = short_conv_silu(x, kernel, conv_bias, past["conv"], *neighbours(ctx))
         W = param("W", by_head, (H, K, 4, K), ("inner", None, None, None))
         U = param("U", nn.initializers.zeros_init(), (H, K, 4, K), ("inner", None, None, None))
         bias = param("bias", memories(H), (4, D), (None, "inner"))

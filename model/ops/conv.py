@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from model import placement
+from model.ops.fused import needs_unmet
 from model.ops.stretches import by_channels, of_earlier, on_stretches
 
 TOKENS = ("batch", "length", "inner")  # of what is convolved
@@ -161,17 +162,55 @@ def short_conv(
 
     @jax.checkpoint  # else the wide copies of x are kept for the gradient, which takes no more than x and the kernel
     def convolve(x, past, reach, kernel, bias):
-        W, L = kernel.shape[0], x.shape[1]
-        window = jnp.concatenate([past, x], axis=1)
-        y = bias + x * kernel[-1]
-        for back in range(1, W):
-            shifted = window[:, W - 1 - back : W - 1 - back + L]
-            if reach is not None:
-                shifted = jnp.where((reach >= back)[..., None], shifted, 0)
-            y = y + shifted * kernel[W - 1 - back]
-        return y.astype(x.dtype)
+        return taps(x, past, reach, kernel, bias).astype(x.dtype)
 
     return skipping(convolve, x, past, reach, real, kernel, bias)
+
+
+def short_conv_silu(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array,
+    past: jax.Array,
+    reach: jax.Array | None = None,
+    real: jax.Array | None = None,
+) -> jax.Array:
+    """SiLU of `short_conv`, rounded once. The gradient makes what is activated anew, which would be kept otherwise.
+
+    GPUs get kernels, on devices that share the length too: each has the tokens before its own by then.
+    """
+
+    @jax.checkpoint
+    def plain(x, past, reach, kernel, bias):
+        return jax.nn.silu(taps(x, past, reach, kernel, bias)).astype(x.dtype)
+
+    def convolve(x, past, reach, kernel, bias):
+        if not kernels_serve(x, kernel):
+            return plain(x, past, reach, kernel, bias)
+        from model.ops.fused_conv import fused_conv_silu  # here: Pallas takes a second to load
+
+        return fused_conv_silu(x, kernel, bias, past, reach)
+
+    return skipping(convolve, x, past, reach, real, kernel, bias)
+
+
+def kernels_serve(x: jax.Array, kernel: jax.Array) -> bool:
+    """Whether a GPU's kernels take a call: not of one token, whose sum the compiler joins with what stands around it,
+    nor of more taps than registers hold."""
+    return x.shape[1] > 1 and 2 <= kernel.shape[0] <= 8 and not needs_unmet(x)
+
+
+def taps(x: jax.Array, past: jax.Array, reach: jax.Array | None, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+    """The sums of `short_conv` over rows without padding, in the dtype of kernel and bias."""
+    W, L = kernel.shape[0], x.shape[1]
+    window = jnp.concatenate([past, x], axis=1)
+    y = bias + x * kernel[-1]
+    for back in range(1, W):
+        shifted = window[:, W - 1 - back : W - 1 - back + L]
+        if reach is not None:
+            shifted = jnp.where((reach >= back)[..., None], shifted, 0)
+        y = y + shifted * kernel[W - 1 - back]
+    return y
 
 
 def shift(x: jax.Array, past: jax.Array, reach: jax.Array | None = None, real: jax.Array | None = None) -> jax.Array:

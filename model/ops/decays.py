@@ -16,12 +16,22 @@ STEP = 2.0**-10  # float32 adds up multiples of it exactly, over 256 tokens of t
 GROUP = 32  # chunks whose states are carried on by one product
 
 
+def filled(x: Array, size: int, axis: int = 1, value: float = 0) -> Array:
+    """With an axis filled up to a multiple of some size.
+
+    What needs no filling stays the array it is: of a copy, the gradient would keep both.
+    """
+    if x.shape[axis] % size == 0:
+        return x
+    edges = [(0, 0)] * x.ndim
+    edges[axis] = (0, -x.shape[axis] % size)
+    return jnp.pad(x, edges, constant_values=value)
+
+
 def in_chunks(x: Array, size: int, axis: int = 1) -> Array:
     """Splits an axis into pieces, `[..., n, size, ...]`, the last one filled up with zeros."""
     n = -(-x.shape[axis] // size)
-    fill = [(0, 0)] * x.ndim
-    fill[axis] = (0, n * size - x.shape[axis])
-    return jnp.pad(x, fill).reshape(*x.shape[:axis], n, size, *x.shape[axis + 1 :])
+    return filled(x, size, axis).reshape(*x.shape[:axis], n, size, *x.shape[axis + 1 :])
 
 
 def spans(a: Array) -> Array:

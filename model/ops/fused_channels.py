@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.triton import dot
 
-from model.ops.decays import STRONGEST, in_chunks
+from model.ops.decays import STRONGEST, filled, in_chunks
 from model.ops.fused_state import Refs, carried, fitting, launch, on_each_device, sides, state_seen, tokens_seen
 
 Array = jax.Array
@@ -339,7 +339,7 @@ def fused_channels(
     chunk = fitting(chunk, k, v)
     w = jnp.maximum(w, STRONGEST)
     # Filled up with keys of zero and decays of none, which leave a state as it was.
-    q, k, v, w = (in_chunks(leaf, chunk).reshape(B, -1, *leaf.shape[2:]) for leaf in (q, k, v, w))
+    q, k, v, w = (filled(leaf, chunk) for leaf in (q, k, v, w))
     documents = None if opens is None else jnp.cumsum(in_chunks(opens, chunk), axis=-1, dtype=jnp.int32)
     run = on_each_device(partial(fused, chunk=chunk, interpret=interpret), B, H, tokens=4, states=1)
     y, h = run(q, k, v, w, h0, documents)

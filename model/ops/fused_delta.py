@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas.triton import dot
 
 from model.ops import fused_state as linear
-from model.ops.decays import STRONGEST, in_chunks
+from model.ops.decays import STRONGEST, filled, in_chunks
 from model.ops.fused_channels import meeting
 from model.ops.fused_state import (
     Past,
@@ -303,7 +303,7 @@ def fused_delta(
     B, L, H = q.shape[:3]
     chunk = fitting(chunk, k, v)
     # Filled up with keys of zero and decays of none, which leave a state as it was.
-    q, k, v = (in_chunks(leaf, chunk).reshape(B, -1, *leaf.shape[2:]) for leaf in (q, k, v))
+    q, k, v = (filled(leaf, chunk) for leaf in (q, k, v))
     beta = in_chunks(jnp.moveaxis(beta, 2, 1), chunk, axis=2)
     a = None if a is None else in_chunks(jnp.moveaxis(jnp.maximum(a, STRONGEST), 2, 1), chunk, axis=2)
     documents = None if opens is None else jnp.cumsum(in_chunks(opens, chunk), axis=-1, dtype=jnp.int32)

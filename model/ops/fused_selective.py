@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec
 
 from model import placement
+from model.ops.decays import filled
 from model.ops.fused_state import Refs, launch
 
 Array = jax.Array
@@ -329,19 +330,16 @@ def fused_selective(
     (rows, L, E), f = x.shape, jnp.float32
     (r,), (e,) = (placement.spec([name], [size]) for name, size in (("batch", rows), ("inner", E)))
 
-    def filled(leaf: Array | None, value: float = 0) -> Array | None:
+    def whole(leaf: Array, value: float = 0) -> Array:
         """With tokens that leave the state as it was."""
-        if leaf is None:
-            return None
-        edges = [(0, 0), (0, -L % ((P or most_parts(L)) * Q))] + [(0, 0)] * (leaf.ndim - 2)
-        return jnp.pad(leaf, edges, constant_values=value)
+        return filled(leaf, (P or most_parts(L)) * Q, value=value)
 
     tokens, row = PartitionSpec(r, None, e), PartitionSpec(r)
     in_specs = (tokens, tokens, PartitionSpec(None, e), row, row, PartitionSpec(r, None, e), row)
     run = placement.on_each_device(
         lambda *given: fused(*given, P, interpret), in_specs, (tokens, PartitionSpec(r, None, e))
     )
-    given = (filled(leaf) for leaf in (x, dt))
-    keep = None if keep is None else filled(keep.astype(f), 1)
-    y, h = run(*given, A.T.astype(f) * LOG2_E, filled(B), filled(C), jnp.swapaxes(h0, 1, 2).astype(f), keep)
+    given = (whole(leaf) for leaf in (x, dt))
+    keep = None if keep is None else whole(keep.astype(f), 1)
+    y, h = run(*given, A.T.astype(f) * LOG2_E, whole(B), whole(C), jnp.swapaxes(h0, 1, 2).astype(f), keep)
     return y[:, :L], jnp.swapaxes(h, 1, 2).astype(h0.dtype)

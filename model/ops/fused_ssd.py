@@ -18,7 +18,7 @@ from jax.experimental.pallas.triton import dot
 from jax.sharding import PartitionSpec
 
 from model import placement
-from model.ops.decays import FORGET, carry, in_chunks, parts, sums
+from model.ops.decays import FORGET, carry, filled, in_chunks, parts, sums
 
 Array = jax.Array
 
@@ -345,7 +345,7 @@ def fused_ssd(
     rows, L, heads = x.shape[:3]
     # Filled up with steps of size 0, which leave a state as it was.
     dt, a = (in_chunks(jnp.moveaxis(leaf, 2, 1), chunk, axis=2) for leaf in (dt, a))
-    x, B, C = (in_chunks(leaf, chunk).reshape(rows, -1, *leaf.shape[2:]) for leaf in (x, B, C))
+    x, B, C = (filled(leaf, chunk) for leaf in (x, B, C))
     if opens is None:
         documents = jnp.zeros((rows, *dt.shape[2:]), jnp.int32)
     else:

@@ -21,7 +21,7 @@ from jax.experimental.pallas.triton import dot
 from jax.sharding import PartitionSpec
 
 from model import placement
-from model.ops.decays import FORGET, STRONGEST, in_chunks, parts, sums
+from model.ops.decays import FORGET, STRONGEST, filled, in_chunks, parts, sums
 
 Array = jax.Array
 Refs = dict[str, Any]  # of a kernel's inputs, by name; what a call lacks is not there
@@ -325,7 +325,7 @@ def fused_state(
     B, L, H = q.shape[:3]
     chunk = fitting(chunk, k, v)
     # Filled up with keys of zero and decays of none, which leave a state as it was.
-    q, k, v = (in_chunks(leaf, chunk).reshape(B, -1, *leaf.shape[2:]) for leaf in (q, k, v))
+    q, k, v = (filled(leaf, chunk) for leaf in (q, k, v))
     a = None if a is None else in_chunks(jnp.moveaxis(jnp.maximum(a, STRONGEST), 2, 1), chunk, axis=2)
     documents = None if opens is None else jnp.cumsum(in_chunks(opens, chunk), axis=-1, dtype=jnp.int32)
     run = on_each_device(partial(fused, chunk=chunk, interpret=interpret), B, H)

@@ -42,7 +42,7 @@ def stepped_selective(
 
         h, y = lax.scan(body, h0, chunks)
         y = y.reshape(n * chunk, *y.shape[2:])[:L]
-    return jnp.swapaxes(y, 0, 1), jnp.swapaxes(h, 1, 2)
+    return jnp.swapaxes(y, 0, 1).astype(x.dtype), jnp.swapaxes(h, 1, 2)
 
 
 def decay(dt: Array, A: Array, keep: Array) -> Array:
@@ -92,7 +92,8 @@ def walk_backward(saved, g):
         return (a * g_h, d_A + d_rate * dt[:, None, :]), (d_u * dt, d_dt + d_u * x, d_B, d_C)
 
     (g_h, d_A), (d_x, d_dt, d_B, d_C) = lax.scan(back, (g_h, jnp.zeros_like(g_h)), (tokens, g_y, before), reverse=True)
-    return (d_x, d_dt, d_B, d_C, jnp.zeros_like(tokens[4])), d_A.sum(axis=0), g_h
+    grads = (d_x, d_dt, d_B, d_C, jnp.zeros_like(tokens[4]))
+    return tuple(g.astype(leaf.dtype) for g, leaf in zip(grads, tokens, strict=True)), d_A.sum(axis=0), g_h
 
 
 walk.defvjp(walk_forward, walk_backward)

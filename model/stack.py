@@ -107,10 +107,7 @@ class Stack(nn.Module):
         return x, state
 
     def draws(self, ctx: Context) -> bool:
-        """Whether layers draw random numbers here.
-
-        The check that asks traces every layer twice, and draws are numbered by the trace: where there are some it stays.
-        """
+        """Whether layers draw random numbers, and so are traced twice: draws are numbered by how often they are."""
         return self.is_initializing() or (ctx.train and any(block(parent=None).draws for block in self.blocks))
 
     def go_on(self, x: jax.Array, ctx: Context, state: State) -> tuple[jax.Array, State]:

@@ -56,6 +56,14 @@ def in_process():
     pipeline.WORKERS.count = 0
 
 
+@pytest.fixture(autouse=True, scope="session")
+def triton_dialect():
+    """JAX keeps Triton's dialect where MLIR does not look, which it does anew for every type that a kernel names."""
+    from jaxlib.triton import dialect  # once the environment above is set
+
+    sys.modules.setdefault("jaxlib.mlir.dialects.tt", dialect)
+
+
 @pytest.fixture(scope="session")
 def book(tmp_path_factory):
     path = tmp_path_factory.mktemp("book") / "book.txt"
@@ -85,9 +93,11 @@ def quickly_compiled():
 
 @pytest.fixture
 def quick_draws(monkeypatch):
-    """Models start from parameters drawn by tests.draws, where it does not matter by what."""
+    """Models start from parameters drawn by tests.draws, where it does not matter by what; or not at all."""
     import jax  # once the environment above is set
 
+    from model.stack import Stack
     from tests.draws import HASH
 
     monkeypatch.setattr(jax.random, "key", functools.partial(jax.random.key, impl=HASH))
+    monkeypatch.setattr(Stack, "draws", lambda *_: False)  # its layers, traced once, draw other numbers

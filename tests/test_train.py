@@ -122,6 +122,7 @@ READERS = [(name, "none") for name in zoo.ALONE if name not in zoo.WRITERS]
 
 
 @pytest.mark.few(12)
+@pytest.mark.usefixtures("quick_draws")
 @pytest.mark.parametrize("mixer, position", zoo.PAIRS + READERS)
 def test_every_parameter_is_in_exactly_one_group(mixer, position):
     place = [(f"model.{position}.{key}", str(value)) for key, value in zoo.PLACES.get(position, {}).items()]
@@ -170,6 +171,7 @@ def test_schedules():
 
 
 @pytest.mark.scale
+@pytest.mark.usefixtures("quick_draws")
 def test_accumulation_equals_the_whole_batch():
     whole, _ = one_step(load())
     parts, _ = one_step(load(("optim.accumulate", "2")))
@@ -334,6 +336,7 @@ UNLIKE = {"fnet", "slstm", "mega", "mega_chunk", "synthesizer"}
 
 
 @pytest.mark.scale
+@pytest.mark.usefixtures("quick_draws")
 def test_named_architectures_build_at_comparable_size():
     sizes = {}
     for arch in archs.ARCHS.keys() - UNLIKE:

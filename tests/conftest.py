@@ -1,6 +1,5 @@
 """Eight forced host devices for every test, a compilation cache shared by all workers, and a small text."""
 
-import functools
 import gc
 import os
 import sys
@@ -93,11 +92,7 @@ def quickly_compiled():
 
 @pytest.fixture
 def quick_draws(monkeypatch):
-    """Models start from parameters drawn by tests.draws, where it does not matter by what; or not at all."""
-    import jax  # once the environment above is set
+    """Models start from parameters drawn by tests.draws, where it does not matter by what; or from none."""
+    from tests.draws import quickly  # once the environment above is set
 
-    from model.stack import Stack
-    from tests.draws import HASH
-
-    monkeypatch.setattr(jax.random, "key", functools.partial(jax.random.key, impl=HASH))
-    monkeypatch.setattr(Stack, "draws", lambda *_: False)  # its layers, traced once, draw other numbers
+    quickly(monkeypatch)

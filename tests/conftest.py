@@ -24,12 +24,16 @@ gc.set_threshold(200_000, 50, 1000)  # tracing makes many objects and few cycles
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by what is marked here
 def pytest_collection_modifyitems(items):
-    """The laws of one mixer come one after another: they share programs, and neighbours go to one worker."""
+    """The laws of one mixer come one after another: they share programs, and neighbours go to one worker.
+
+    What is long comes before all.
+    """
     thin_out(items)
     laws = [i for i, item in enumerate(items) if item.path.name == "test_laws.py"]
     by_case = sorted((items[i] for i in laws), key=lambda item: str(item.callspec.params["case"]))
     for i, item in zip(laws, by_case, strict=True):
         items[i] = item
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def thin_out(items):

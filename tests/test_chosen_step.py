@@ -79,6 +79,7 @@ def test_the_last_line_says_how_much_of_the_time_was_waiting(tmp_path, capsys):
 
 
 @pytest.mark.scale
+@pytest.mark.long
 def test_two_hosts_test_the_step_that_one_would(tmp_path):
     # At such a rate no answer changes, so that the first step asked is as good as any.
     settings = {"test_at": "best", "optim.lr": 1e-7, "eval_every": 5}

@@ -97,6 +97,11 @@ class Block(nn.Module):
         """Whether some token sees a later one, be it of a prefix alone."""
         return any(part.sees_ahead for part in self.parts().values())
 
+    @property
+    def draws(self) -> bool:
+        """Whether training draws random numbers here."""
+        return self.dropout > 0 or any(getattr(part, "jitter", 0) > 0 for part in self.parts().values())
+
     def init_state(self, batch: int, max_len: int) -> State:
         return {name: part.init_state(batch, max_len) for name, part in self.parts().items()}
 

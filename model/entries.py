@@ -32,10 +32,9 @@ class Entry:
 
 
 def entry(c: Mapping[str, Any], name: str) -> Entry:
-    given = c.get(name, {})
-    if "mixer" not in given:
+    if name not in c or "mixer" not in c[name]:  # by a ConfigDict's `get` it would look for close keys
         return Entry(name)
-    return Entry(**{field.name: given.get(field.name) for field in fields(Entry)})
+    return Entry(**{field.name: c[name].get(field.name) for field in fields(Entry)})
 
 
 def used(mixers: tuple[str, ...], given: Mapping[str, Any]) -> tuple[str, ...]:

@@ -100,11 +100,16 @@ class Stack(nn.Module):
                 length=self.repeats,
                 unroll=1 if scan else self.repeats,
                 metadata_params={nn.PARTITION_NAME: "layers"},
+                check_constancy_invariants=self.draws(ctx),
             )
             x, _ = body(self.blocks, name="layers")(x, ctx)
         if self.rest:
             x, _ = cycle(self.rest, name="rest")(x, ctx)
         return x, state
+
+    def draws(self, ctx: Context) -> bool:
+        """Whether layers draw random numbers, and so are traced twice: draws are numbered by how often they are."""
+        return self.is_initializing() or (ctx.train and any(block(parent=None).draws for block in self.blocks))
 
     def go_on(self, x: jax.Array, ctx: Context, state: State) -> tuple[jax.Array, State]:
         """From a state, layer after layer, each with arrays of its own: a token is written into them where they lie.

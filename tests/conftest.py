@@ -1,6 +1,5 @@
 """Eight forced host devices for every test, a compilation cache shared by all workers, and a small text."""
 
-import functools
 import gc
 import os
 import sys
@@ -25,12 +24,16 @@ gc.set_threshold(200_000, 50, 1000)  # tracing makes many objects and few cycles
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by what is marked here
 def pytest_collection_modifyitems(items):
-    """The laws of one mixer come one after another: they share programs, and neighbours go to one worker."""
+    """The laws of one mixer come one after another: they share programs, and neighbours go to one worker.
+
+    What is long comes before all.
+    """
     thin_out(items)
     laws = [i for i, item in enumerate(items) if item.path.name == "test_laws.py"]
     by_case = sorted((items[i] for i in laws), key=lambda item: str(item.callspec.params["case"]))
     for i, item in zip(laws, by_case, strict=True):
         items[i] = item
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def thin_out(items):
@@ -54,6 +57,14 @@ def in_process():
     from data import pipeline  # once the environment above is set
 
     pipeline.WORKERS.count = 0
+
+
+@pytest.fixture(autouse=True, scope="session")
+def triton_dialect():
+    """JAX keeps Triton's dialect where MLIR does not look, which it does anew for every type that a kernel names."""
+    from jaxlib.triton import dialect  # once the environment above is set
+
+    sys.modules.setdefault("jaxlib.mlir.dialects.tt", dialect)
 
 
 @pytest.fixture(scope="session")
@@ -85,9 +96,7 @@ def quickly_compiled():
 
 @pytest.fixture
 def quick_draws(monkeypatch):
-    """Models start from parameters drawn by tests.draws, where it does not matter by what."""
-    import jax  # once the environment above is set
+    """Models start from parameters drawn by tests.draws, where it does not matter by what; or from none."""
+    from tests.draws import quickly  # once the environment above is set
 
-    from tests.draws import HASH
-
-    monkeypatch.setattr(jax.random, "key", functools.partial(jax.random.key, impl=HASH))
+    quickly(monkeypatch)

@@ -3,10 +3,15 @@
 Most of compiling a model's initialisation goes into the rounds of the usual generator, once for every parameter.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.extend.random import define_prng_impl
+
+from model.stack import Stack
 
 GOLDEN_RATIO = np.uint32(0x9E3779B9)
 
@@ -36,3 +41,9 @@ HASH = define_prng_impl(
     name="hash",
     tag="hash",
 )
+
+
+def quickly(patch: pytest.MonkeyPatch) -> None:
+    """Models are drawn by it, and layers traced once: they then draw other numbers than those of real runs."""
+    patch.setattr(jax.random, "key", partial(jax.random.key, impl=HASH))
+    patch.setattr(Stack, "draws", lambda *_: False)

@@ -32,6 +32,7 @@ def test_every_architecture_that_reads_one_row_is_matched():
 
 
 @pytest.mark.scale
+@pytest.mark.usefixtures("quick_draws")
 @pytest.mark.parametrize("size", archs.SIZES)
 def test_architectures_of_one_size_have_as_many_parameters(size):
     asked = parameters("attention", size)

@@ -133,6 +133,7 @@ def test_narrow_vectors_have_wide_statistics():
 
 
 @pytest.mark.scale
+@pytest.mark.usefixtures("quick_draws")
 def test_looped_unrolled_and_rematerialised_measure_the_same():
     settings = dict(norm="batchnorm", batchnorm=dict(momentum=0.9), causal=False, mlp="none", norm_order="sandwich")
     settings |= dict(mixers=("attention", "attention"), layers=5, embed_norm="after")

@@ -28,10 +28,9 @@ def scripted(monkeypatch):
     monkeypatch.setattr(loop, "validate", lambda run, state, split: {"validation/accuracy": SCORES[int(state.step)]})
 
 
-def scores_of(config, workdir, step: int) -> dict[str, float]:
-    run = prepare(config)
+def scores_of(run, workdir, step: int) -> dict[str, float]:
     params = load_params(workdir / "checkpoints", run.abstract.params, step)
-    return measure(run, run.init().replace(params=params), "test")[0]
+    return measure(run, run.abstract.replace(params=params), "test")[0]
 
 
 def lasting(row: dict) -> dict:
@@ -47,12 +46,13 @@ def test_the_first_step_of_the_best_validation_score_is_tested(every, tmp_path, 
     assert (row["steps"], row["tested_step"], row["metrics"]["validation/accuracy"]) == (20, 8, 0.9)
     assert steps(tmp_path / "checkpoints") == [8, 20]
     tested = {name: value for name, value in row["metrics"].items() if name.startswith("test/")}
-    assert tested == scores_of(asked, tmp_path, 8) != scores_of(asked, tmp_path, 20)
+    run = prepare(asked)
+    assert tested == scores_of(run, tmp_path, 8) != scores_of(run, tmp_path, 20)
     assert row["targets"] == dict.fromkeys(tested, 16 * 4)  # rows of a batch, pairs in a row
 
     again = train(config(test_at="last", checkpoint_every=every), str(tmp_path))
     tested = {name: value for name, value in again["metrics"].items() if name.startswith("test/")}
-    assert again["tested_step"] == 20 and tested == scores_of(asked, tmp_path, 20)
+    assert again["tested_step"] == 20 and tested == scores_of(run, tmp_path, 20)
     assert [change["key"] for change in again["changes"]] == ["test_at"]
 
 
@@ -79,6 +79,7 @@ def test_the_last_line_says_how_much_of_the_time_was_waiting(tmp_path, capsys):
 
 
 @pytest.mark.scale
+@pytest.mark.long
 def test_two_hosts_test_the_step_that_one_would(tmp_path):
     # At such a rate no answer changes, so that the first step asked is as good as any.
     settings = {"test_at": "best", "optim.lr": 1e-7, "eval_every": 5}

@@ -146,9 +146,12 @@ SMALL = {
     "experiments.bench": ["--help"],
     "experiments.pack": [],
 }
+# And by what a command says.
+SHORTER = {"--suite=context": "--targets=8", "train --config=configs/seq2seq.py": "--config.test_lengths=()"}
 
 
 @pytest.mark.scale
+@pytest.mark.long
 def test_the_readme_commands_work(tmp_path):
     """In order, in one place, as a newcomer would paste them; folders moved under the test's own."""
     modules = set()
@@ -159,7 +162,8 @@ def test_the_readme_commands_work(tmp_path):
         words = [re.sub(r"\bruns/", f"{tmp_path}/runs/", word).replace('"', "") for word in words]
         if any("--distributed" in word for word in words):
             words = [word for word in words if "--distributed" not in word and "mesh" not in word]
-        module, words = words[0], [*words, *SMALL[words[0]], *(["--targets=8"] if "--suite=context" in words else [])]
+        shorter = [flag for part, flag in SHORTER.items() if part in command]
+        module, words = words[0], [*words, *SMALL[words[0]], *shorter]
         if module not in modules:  # each module once by an interpreter of its own
             done = run(*words)
             code, told = done.returncode, done.stderr

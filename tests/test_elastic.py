@@ -93,6 +93,7 @@ def losses(folder) -> dict[int, float]:
     return {event["step"]: event["loss"] for event in read_metrics(folder / "metrics.jsonl") if "loss" in event}
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_fewer_devices(tmp_path, monkeypatch):
     bits = made_by_two(tmp_path / "two")
     two = losses(tmp_path / "two")

@@ -21,6 +21,7 @@ from model.errors import UserError
 from model.groups import group_rules
 from model.mixers import MIXERS
 from tests import zoo
+from tests.draws import HASH
 from train import config as configs
 from train import optim
 from train.loop import train
@@ -30,6 +31,7 @@ pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
 V, S, T = 11, 6, 5
 ASKED = Asked(V, source=S)
+KEY = jax.random.key(0, impl=HASH)
 RNG = np.random.default_rng(0)
 SOURCE, TARGET = RNG.integers(0, V, (3, S)).astype(np.int32), RNG.integers(0, V, (3, T)).astype(np.int32)
 # Sources of 6, 4 and 1 tokens.
@@ -58,7 +60,7 @@ def config(**changes) -> dict:
 def made(shape: str):
     """A model, its parameters away from where they begin, and it compiled."""
     model = build.build(config(**SHAPES[shape]), ASKED)
-    variables = nn.unbox(jax.jit(model.init)(jax.random.key(0), TARGET, source=SOURCE))
+    variables = nn.unbox(jax.jit(model.init)(KEY, TARGET, source=SOURCE))
     noise = np.random.default_rng(1)
     moved = jax.tree.map(lambda x: jnp.asarray(x + 0.1 * noise.normal(size=x.shape), x.dtype), variables)
     return model, moved, jax.jit(model.apply, static_argnames=("train", "right_padded"))
@@ -131,8 +133,8 @@ def test_the_encoder_is_bidirectional(kind):
     model = build.build(config(mixers=(kind,), layers=1), ASKED)
     encoder, _ = model.sides()
     x = zoo.inputs(1, S)
-    variables = nn.unbox(encoder.init(jax.random.key(0), x))
-    reach = jax.grad(lambda x: encoder.apply(variables, x)[0][0, 0].sum())(x)
+    variables = nn.unbox(jax.jit(encoder.init)(KEY, x))
+    reach = jax.jit(jax.grad(lambda x: encoder.apply(variables, x)[0][0, 0].sum()))(x)
     assert (np.abs(reach).max((0, 2)) > 1e-9).all()
 
 
@@ -180,15 +182,16 @@ def test_rows_that_hold_both():
     """The source and behind it the target, asked at places of the row; nothing is said of the source."""
     _, variables, run = made("attention")
     both = build.build(config(**SHAPES["attention"]), Asked(V, tail=T))
+    read = jax.jit(both.apply)
     whole, _ = run(variables, TARGET, source=SOURCE)
     rows = np.concatenate([SOURCE, TARGET], axis=1)
-    np.testing.assert_allclose(both.apply(variables, rows)[0], whole, atol=1e-5)
+    np.testing.assert_allclose(read(variables, rows)[0], whole, atol=1e-5)
     at = np.tile([S + 2, S, S - 1], (3, 1))
-    some, _ = both.apply(variables, rows, at=at)
+    some, _ = read(variables, rows, at=at)
     np.testing.assert_allclose(some[:, :2], whole[:, [2, 0]], atol=1e-5)
     assert np.isnan(some[:, 2]).all()
-    first, state = both.apply(variables, rows[:, : S + 1], state=both.init_state(3, T))
-    then, _ = both.apply(variables, TARGET[:, 1:], state=state)
+    first, state = read(variables, rows[:, : S + 1], state=both.init_state(3, T))
+    then, _ = read(variables, TARGET[:, 1:], state=state)
     np.testing.assert_allclose(np.concatenate([first, then], axis=1), whole, atol=2e-5)
 
 
@@ -199,12 +202,12 @@ def test_layers_looped_or_unrolled_have_the_same_gradients():
     for scan, kept in ((True, "all"), (False, "all"), (True, "nothing")):
         c = config(**SHAPES["shared bias"], scan=scan, kept=kept)
         model = build.build(c, ASKED)
-        variables = nn.unbox(model.init(jax.random.key(0), TARGET, source=SOURCE))
+        variables = nn.unbox(jax.jit(model.init)(KEY, TARGET, source=SOURCE))
 
         def loss(variables, model=model):
             return jnp.sum(jnp.sin(model.apply(variables, TARGET, source=SOURCE)[0]))
 
-        found.append(jax.grad(loss)(variables))
+        found.append(jax.jit(jax.grad(loss))(variables))
     for other in found[1:]:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found[0], other)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(found[0]))
@@ -222,7 +225,7 @@ def test_one_table_of_biases_for_each_side():
 @pytest.mark.scale
 def test_every_parameter_is_in_its_group():
     c = config(**SHAPES["mixed"])
-    params = nn.unbox(build.build(c, ASKED).init(jax.random.key(0), TARGET, source=SOURCE))["params"]
+    params = nn.unbox(jax.eval_shape(build.build(c, ASKED).init, KEY, TARGET, source=SOURCE))["params"]
     groups = optim.groups(params, group_rules(c))
     layers = {side: groups[side]["stack"]["layers"] for side in ("encoder", "decoder")}
     assert groups["embed"]["embedding"] == "no_decay" and groups["encoder_norm"]["scale"] == "no_decay"
@@ -231,6 +234,7 @@ def test_every_parameter_is_in_its_group():
 
 
 @pytest.mark.few(12)
+@pytest.mark.usefixtures("quick_draws")
 @pytest.mark.parametrize("name", zoo.ALONE)
 def test_mixers_that_run_one_way_only_say_so(name):
     refused = zoo.refused((name, {"causal": False}, "none"))

@@ -6,18 +6,19 @@ import pytest
 
 from data import pipeline
 from tests.alone import placed
+from tests.draws import quickly
 from train import config as configs
 from train.run import Run, prepare
 from train.sharding import put_batch
 from train.step import RunState
 
-pytestmark = pytest.mark.scale
+pytestmark = [pytest.mark.scale, pytest.mark.usefixtures("quick_draws")]
 
 # Sources and targets of 8 tokens, so that the length can be shared out, on either side.
 SMALL = {"model.width": 16, "data.reverse.length": 8, "batch_size": 8, "test_lengths": "()", "optim.lr": 1e-2}
 SHAPES = {
     "attention": {"model.position": "t5", "model.t5.shared": "True"},
-    "mixed": {"model.mixers": "mamba,attention", "model.encoder_mixers": "s4d", "model.layers": "2"},
+    "mixed": {"model.mixers": "mamba,attention", "model.encoder_mixers": "s4d", "model.layers": 2, "model.mlp": "none"},
     "seq2seq": {},
 }
 MESHES = [
@@ -49,6 +50,7 @@ def measured(run: Run, state: RunState) -> np.ndarray:
 def alone(request):
     """On one device: the mesh takes all there are, so the others are hidden."""
     with pytest.MonkeyPatch.context() as patched:
+        quickly(patched)
         first = jax.devices()[:1]
         patched.setattr(jax, "devices", lambda *_: first)
         run = prepared(request.param)

@@ -116,6 +116,7 @@ STREAMING = tuple(name for name in zoo.WRITERS if name in zoo.FIRST_OF_KIN and s
 
 
 @pytest.mark.scale
+@pytest.mark.long
 def test_ten_thousand_tokens_stream_in_constant_memory():
     """Every recurrence in one stack: a state of one size, one program, and at the end what a pass from scratch says."""
     model, params = tiny(STREAMING, "none")

@@ -295,6 +295,7 @@ TINY = (
 
 
 @pytest.mark.scale
+@pytest.mark.long
 def test_a_sweep_of_real_runs_is_stopped_taken_up_and_finished(tmp_path):
     out = tmp_path / "sweep"
     # The second learning rate cannot but diverge, which is a result.

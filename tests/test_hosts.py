@@ -80,6 +80,7 @@ def test_a_folder_in_use_is_told_by_all_hosts(tmp_path):
     assert first == second and f"workdir {tmp_path} is in use by pid" in first
 
 
+@pytest.mark.long
 def test_signals_stop_all_and_a_lost_host_ends_all(tmp_path):
     workdir = tmp_path / "two"
     words = command(workdir)

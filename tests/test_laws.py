@@ -248,16 +248,7 @@ def test_truth(case, length):
 def test_cost(case):
     """Compiled memory of a training step grows with the length as the mixer claims."""
     mixer = zoo.make(case)
-    variables = zoo.params(mixer)
-
-    def memory(L):
-        def objective(variables, x):
-            return jnp.sum(mixer.apply(variables, x, zoo.context(L=L))[0] ** 2)
-
-        step = jax.jit(jax.grad(objective, argnums=(0, 1)))
-        return step.lower(variables, zoo.inputs(1, L)).compile().memory_analysis().temp_size_in_bytes
-
-    growth = np.log2(memory(4096) / memory(2048))
+    growth = np.log2(zoo.memory(mixer, 4096) / zoo.memory(mixer, 2048))
     assert growth < mixer.cost + 0.25, growth
 
 

@@ -46,6 +46,7 @@ def interrupt(workdir, sign: signal.Signals, rng: random.Random) -> fork:
     return process
 
 
+@pytest.mark.long
 def test_killed_and_terminated_runs_equal_an_undisturbed_one(tmp_path):
     rng = random.Random(0)
     assert run(*command(tmp_path / "calm"), timeout=300).returncode == 0

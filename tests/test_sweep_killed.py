@@ -59,6 +59,7 @@ def lasting(out: Path) -> list[dict]:
     return [{k: v for k, v in row.items() if k not in VOLATILE} for row in rows.read_rows(out / "rows.jsonl")]
 
 
+@pytest.mark.long
 def test_a_sweep_killed_five_times_ends_like_one_left_alone(tmp_path):
     calm, killed, rng, seen = tmp_path / "calm", tmp_path / "killed", random.Random(0), {}
     assert start(calm).wait(900) == 0

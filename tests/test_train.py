@@ -18,7 +18,7 @@ from model.errors import UserError
 from model.groups import group_rules
 from model.mixers import MIXERS
 from model.ops.cross_entropy import scores
-from tests import zoo
+from tests import alone, zoo
 from train import config as configs
 from train import optim, sharding
 from train.checkpoint import Checkpoints
@@ -26,7 +26,7 @@ from train.log import read_metrics
 from train.loop import train
 from train.objectives import TaskTargets
 from train.run import prepare
-from train.step import RunState, init_state, train_step
+from train.step import RunState, train_step
 
 DEBUG = "configs/debug.py"
 TINY = [("model.width", "16"), ("batch_size", "16"), ("data.mqar.length", "16")]
@@ -71,19 +71,13 @@ def stacked(mixers: list[str]) -> list[tuple[str, str]]:
     "mixers, causal, mesh", SHARED, ids=["+".join(m) + ("" if c else "-bidirectional") for m, c, _ in SHARED]
 )
 def test_sharding_changes_nothing_but_rounding(mixers, causal, mesh):
-    choice = [*stacked(mixers), ("model.causal", str(causal))]
-    config = load(*choice)
-    run = prepare(config)
-    batch = pipeline.batch_at(run.task, 0, "train", config.batch_size, 0)
-    tx = optim.optimizer(config.optim, config.steps, group_rules(config.model))
-    step = train_step(run.model, run.objective, tx, optax.constant_schedule(0.0))
-    one = jax.jit(lambda seed: step(nn.unbox(init_state(run.model, tx, batch, seed)), batch))  # knows of no mesh
-    alone, sums = one(np.uint32(config.seed))
-    metrics, params = one_step(load(*choice, *mesh))
+    run = prepare(load(*stacked(mixers), ("model.causal", str(causal)), *mesh))
+    first, wanted, sums = alone.alone(run)  # which knows of no mesh
+    state, metrics = alone.one_step(run, first)
     for key in ("loss", "grad_norm"):
         np.testing.assert_allclose(metrics[key][0], sums[key][0], rtol=2e-5, err_msg=key)
     # Adam's first step is the sign of the gradient: where that is rounding, so is the step.
-    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(alone.params), strict=True):
+    for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(wanted.params), strict=True):
         assert np.isclose(a, b, atol=2e-5).mean() > 0.99
 
 
@@ -94,8 +88,8 @@ def test_parameters_really_are_sharded():
     assert kernel.addressable_shards[0].data.shape == (2, 16, 2, 8)
     # And drawn as they would be without a mesh, by the generator of real runs.
     tokens = pipeline.batch_at(run.task, 0, "train", 1, 0)["inputs"]
-    alone = jax.jit(lambda key: nn.unbox(run.model.init(key, tokens))["params"])(jax.random.key(run.config.seed))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), params, alone)
+    drawn = jax.jit(lambda key: nn.unbox(run.model.init(key, tokens))["params"])(jax.random.key(run.config.seed))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), params, drawn)
 
 
 @pytest.mark.quick
@@ -123,6 +117,7 @@ READERS = [(name, "none") for name in zoo.ALONE if name not in zoo.WRITERS]
 
 
 @pytest.mark.few(12)
+@pytest.mark.usefixtures("quick_draws")
 @pytest.mark.parametrize("mixer, position", zoo.PAIRS + READERS)
 def test_every_parameter_is_in_exactly_one_group(mixer, position):
     place = [(f"model.{position}.{key}", str(value)) for key, value in zoo.PLACES.get(position, {}).items()]
@@ -171,6 +166,7 @@ def test_schedules():
 
 
 @pytest.mark.scale
+@pytest.mark.usefixtures("quick_draws")
 def test_accumulation_equals_the_whole_batch():
     whole, _ = one_step(load())
     parts, _ = one_step(load(("optim.accumulate", "2")))
@@ -345,6 +341,7 @@ UNLIKE = {"fnet", "slstm", "mega", "mega_chunk", "synthesizer"}
 
 
 @pytest.mark.scale
+@pytest.mark.usefixtures("quick_draws")
 def test_named_architectures_build_at_comparable_size():
     sizes = {}
     for arch in archs.ARCHS.keys() - UNLIKE:

@@ -275,6 +275,17 @@ def pull(mixer: Mixer):
     return jax.jit(jax.grad(objective, has_aux=True))
 
 
+def memory(mixer: Mixer, L: int) -> int:
+    """Compiled temporary bytes of a training step at a length."""
+
+    def objective(variables, x):
+        return jnp.sum(mixer.apply(variables, x, context(L=L))[0] ** 2)
+
+    step = jax.jit(jax.grad(objective, argnums=(0, 1)))
+    x = jax.ShapeDtypeStruct((1, L, WIDTH), jnp.float32)
+    return step.lower(params(mixer), x).compile().memory_analysis().temp_size_in_bytes
+
+
 def run(mixer: Mixer, x, weight=None, ctx: Context | None = None) -> tuple[np.ndarray, np.ndarray]:
     """The pull of a weighted sum of the outputs on the inputs, and the outputs, of rows that start from nothing.
 

@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 from absl import logging
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh, NamedSharding
 from ml_collections import ConfigDict
 
@@ -80,10 +81,16 @@ def prepare(config: ConfigDict, task: data.Task | None = None) -> Run:
     # The seed is an argument, so that runs differing in it share their compiled programs.
     seed = np.uint32(config.seed)
     with sharding.in_force(mesh, rules):  # what the mesh cannot share out is told here
-        boxed = jax.eval_shape(init, seed)
+        traced, boxed = jax.make_jaxpr(init, return_shape=True)(seed)
         say_how(config)
+    unboxed = nn.unbox(boxed)
+
+    def draw(seed: jax.Array) -> RunState:
+        """`init` without its boxes, and without going through the model once more."""
+        return jax.tree.unflatten(jax.tree.structure(unboxed), jaxpr_as_fun(traced)(seed))
+
     shardings = sharding.shardings(boxed, mesh, rules)
-    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), nn.unbox(boxed), shardings)
+    abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), unboxed, shardings)
 
     rate = schedule(config.optim, config.steps)
     step = train_step(model, holding(objective, config.optim.frozen), tx, rate, config.optim.accumulate)
@@ -103,7 +110,7 @@ def prepare(config: ConfigDict, task: data.Task | None = None) -> Run:
         objective=objective,
         model=model,
         abstract=abstract,
-        init=partial(hosts.in_step(jax.jit(lambda seed: nn.unbox(init(seed)), out_shardings=shardings)), seed),
+        init=partial(on_mesh(draw, mesh, config, out_shardings=shardings), seed),
         train_step=one_step,
         most=most,
         train_steps=many_steps if most > 1 else lambda state, batch, n: one_step(state, batch),

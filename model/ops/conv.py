@@ -177,12 +177,15 @@ def short_conv_silu(
 ) -> jax.Array:
     """SiLU of `short_conv`, rounded once. The gradient makes what is activated anew, which would be kept otherwise.
 
-    GPUs get kernels, on devices that share the length too: each has the tokens before its own by then.
+    A CPU keeps it: made anew, a step of a small Mamba-2 took 1.12 to 1.18 of the time. GPUs get kernels, on devices
+    that share the length too: each has the tokens before its own by then.
     """
 
-    @jax.checkpoint
-    def plain(x, past, reach, kernel, bias):
-        return jax.nn.silu(taps(x, past, reach, kernel, bias)).astype(x.dtype)
+    def activated(sums):
+        return lambda x, *others: jax.nn.silu(sums(x, *others)).astype(x.dtype)
+
+    cpu = placement.platform() == "cpu"
+    plain = activated(jax.checkpoint(taps)) if cpu else jax.checkpoint(activated(taps))
 
     def convolve(x, past, reach, kernel, bias):
         if not kernels_serve(x, kernel):

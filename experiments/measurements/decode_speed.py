@@ -6,7 +6,7 @@ and its step compiled.
 
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import flax.linen as nn
@@ -70,16 +70,20 @@ def ours(setting: Setting) -> dict[str, Callable[[Setting], tuple[Turn, dict[str
 
 def model_of(setting: Setting) -> tuple[Any, Any, jax.Array]:
     """The model, parameters as training begins, and prompts `[B, P]`."""
-    case = setting["case"]
-    section = base.get_config().model.to_dict() | entries.sections((case,), CASES[case]["position"])
-    section |= dict(mixers=(case,), width=setting["width"], layers=setting["layers"], dtype=setting["dtype"])
-    section |= CASES[case]
-    if case == "attention":
-        section["attention"] |= dict(n_heads=setting["heads"])
-    model = build.build(section, Asked(setting["vocab"]))
-    begin = jax.jit(lambda: nn.unbox(model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]))
+    sizes = {key: setting[key] for key in ("case", "width", "layers", "heads", "vocab", "dtype")}
     rows = np.random.default_rng(0).integers(0, setting["vocab"], (setting["batch"], setting["prompt"]))
-    return model, begin(), jnp.asarray(rows, jnp.int32)
+    return *opened(**sizes), jnp.asarray(rows, jnp.int32)
+
+
+@cache  # drawing takes longer than what is measured
+def opened(case: str, width: int, layers: int, heads: int, vocab: int, dtype: str) -> tuple[Any, Any]:
+    section = base.get_config().model.to_dict() | entries.sections((case,), CASES[case]["position"])
+    section |= dict(mixers=(case,), width=width, layers=layers, dtype=dtype) | CASES[case]
+    if case == "attention":
+        section["attention"] |= dict(n_heads=heads)
+    model = build.build(section, Asked(vocab))
+    begin = jax.jit(lambda: nn.unbox(model.init(jax.random.key(0), jnp.zeros((1, 2), jnp.int32))["params"]))
+    return model, begin()
 
 
 def cached(setting: Setting) -> tuple[Turn, dict[str, float]]:

@@ -86,10 +86,17 @@ def test_parameters_really_are_sharded():
     params = run.init().params
     kernel = params["stack"]["layers"]["block_0"]["mixer"]["q"]["kernel"]  # [layers, D, H, K]
     assert kernel.addressable_shards[0].data.shape == (2, 16, 2, 8)
-    # And drawn as they would be without a mesh, by the generator of real runs.
+
+
+@pytest.mark.parametrize(
+    "mixers", [["attention"], pytest.param(WRITERS, marks=pytest.mark.scale)], ids=["attention", "all"]
+)
+def test_parameters_are_drawn_as_without_a_mesh(mixers):
+    """By the generator of real runs."""
+    run = prepare(load(*stacked(mixers), *MESH))
     tokens = pipeline.batch_at(run.task, 0, "train", 1, 0)["inputs"]
     drawn = jax.jit(lambda key: nn.unbox(run.model.init(key, tokens))["params"])(jax.random.key(run.config.seed))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), params, drawn)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), run.init().params, drawn)
 
 
 @pytest.mark.quick

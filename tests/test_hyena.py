@@ -108,7 +108,7 @@ def test_a_long_row_of_documents_is_each_alone(causal):
     y, _ = zoo.apply(mixer)(variables, x, zoo.context(SEGMENTS))
     here = SEGMENTS[0] == 1
     alone, _ = zoo.apply(mixer)(variables, x[:1, here], Context())
-    np.testing.assert_allclose(y[0, here], alone[0], atol=5e-5)
+    np.testing.assert_allclose(y[0, here], alone[0], rtol=1e-6, atol=5e-5)  # numbers up to 270, of which 3e-5 is a bit
 
 
 def test_a_prompt_and_what_follows_it():

@@ -1,7 +1,7 @@
 """What linear attention that forgets has in common: a matrix state a head, and a norm of what each head reads."""
 
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from model.contract import Context, Mixer, State, wide
 from model.errors import UserError
+from model.head_norm import HeadNorm
 from model.layers import check_divides, dense
 from model.mixers.linear import at_real, marks
 from model.ops.matrix_state import IMPLEMENTATIONS, matrix_state
@@ -53,7 +54,7 @@ class Decaying(Mixer):
 
     def head_norm(self, y: Array, bias: bool = True, eps: float = 1e-5) -> Array:
         """Every head by itself, with a scale for each of its channels."""
-        return HeadNorm(bias, eps, self.dtype, name="norm")(y)
+        return HeadNorm(self.dtype, eps, bias, name="norm")(y)
 
     def close(self, y: Array) -> Array:
         return dense(self.width, ("heads", None, "embed"), self.dtype, "out", inputs=2)(y.astype(self.dtype))
@@ -67,49 +68,6 @@ class Decaying(Mixer):
     def state_bytes(self, length: int) -> int:
         K, V = self.sides
         return self.n_heads * K * V * jnp.dtype(wide(self.dtype)).itemsize
-
-
-class HeadNorm(nn.Module):
-    """LayerNorm of each head's channels, `[B, L, H, V]`."""
-
-    bias: bool
-    eps: float
-    dtype: Any
-
-    @nn.compact
-    def __call__(self, y: Array) -> Array:
-        features, f = y.shape[-2:], wide(self.dtype)
-        y = normalised(self.eps, y.astype(f)) * self.param("scale", nn.initializers.ones_init(), features, f)
-        if self.bias:
-            y = y + self.param("bias", nn.initializers.zeros_init(), features, f)
-        return y.astype(self.dtype)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def normalised(eps: float, y: Array) -> Array:
-    """Less the mean of the last axis, over the standard deviation."""
-    centred, variance = moments(eps, y)
-    return centred * jax.lax.rsqrt(variance)
-
-
-def moments(eps: float, y: Array) -> tuple[Array, Array]:
-    centred = y - jnp.mean(y, axis=-1, keepdims=True)
-    return centred, jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps
-
-
-def normalised_backward(eps, y, g):
-    """Where a head reads but one token, queries and keys only scale its value, and the norm takes a scale away.
-
-    What is left of their gradients is what cancelling leaves: less of rounding if a projection does it, as here, than
-    if the gradients of a mean and of a variance do.
-    """
-    centred, variance = moments(eps, y)
-    g = g - jnp.mean(g, axis=-1, keepdims=True)
-    along = jnp.mean(g * centred, axis=-1, keepdims=True) / variance
-    return (jax.lax.rsqrt(variance) * (g - centred * along),)
-
-
-normalised.defvjp(lambda eps, y: (normalised(eps, y), y), normalised_backward)
 
 
 @partial(jax.checkpoint, prevent_cse=False)

@@ -17,7 +17,7 @@ from model.ops.chosen import Order, attend, order_of, weights_of_all, whole_bloc
 from model.ops.compressed import Compressed, Sizes, attend_and_choose, spread, visible, weights_of, windows
 from model.ops.mask import CAUSAL, window
 from model.positions.position import Position
-from model.settings import Dim, Length, at_least
+from model.settings import LONGEST, Dim, Length, within
 
 BRANCHES = ("compressed", "chosen", "near")
 
@@ -42,7 +42,7 @@ class NSA(Mixer):
     length: Length = 32  # tokens that a compressed key stands for
     stride: Length = 16  # tokens from one compressed key to the next
     block: Length = 64  # tokens of a block to choose
-    top: Annotated[int, at_least(3)] = 8  # blocks a query sees: the first, its own, that before, and chosen ones
+    top: Annotated[int, within(3, LONGEST)] = 8  # blocks a query sees: the first, its own, that before, and chosen ones
     sliding: Length = 128  # the near branch sees those less than this far back
     implementation: Literal["gathered", "reference"] | None = None  # gathered blocks, or all scores; None: gathered
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from model.contract import Context, Mixer, State, wide
 from model.documents import neighbours
 from model.errors import UserError
+from model.head_norm import HeadNorm
 from model.layers import check_divides, dense
 from model.mixers.mamba import uniform
 from model.mixers.rwkv import spread
@@ -82,7 +83,7 @@ class RWKV6(Mixer):
             k, w = jnp.where(real[..., None, None], k, 0), jnp.where(real[..., None, None], w, 0)
         y, h = wkv6(r, k, v, w, u, past["h"], keep, implementation=self.implementation)
         # By head. Outputs are not divided by the root of 64: their variance is that much larger, as is this epsilon.
-        norm = nn.LayerNorm(epsilon=64e-5, dtype=self.dtype, param_dtype=f, feature_axes=(-2, -1), name="norm")
+        norm = HeadNorm(self.dtype, 64e-5, name="norm")
         out = dense(D, ("inner", None, "embed"), self.dtype, "out", inputs=2)(norm(y) * nn.silu(g))
         return out, None if state is None else dict(h=h, shift=conv_tail(x, past["shift"], real))
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from model.contract import Context, Mixer, State, wide
 from model.documents import neighbours
 from model.errors import UserError
+from model.head_norm import HeadNorm
 from model.layers import check_divides, dense
 from model.mixers.deltanet import unit
 from model.ops.conv import conv_tail, shift
@@ -97,7 +98,7 @@ class RWKV7(Mixer):
         narrow = (leaf.astype(self.dtype) for leaf in (r, k, v))
         y, h = delta_rule(*narrow, w, past["h"], keep, a=taken, b=removal, implementation=self.implementation)
         # By head. Outputs are not divided by the root of 64: their variance is that much larger, as is this epsilon.
-        norm = nn.LayerNorm(epsilon=64e-5, dtype=self.dtype, param_dtype=f, feature_axes=(-2, -1), name="norm")
+        norm = HeadNorm(self.dtype, 64e-5, name="norm")
         g = low_rank("gate", self.gate_rank, for_g, nn.sigmoid)
         out = dense(D, ("inner", None, "embed"), self.dtype, "out", inputs=2)((norm(y) + now.astype(self.dtype)) * g)
         return out, None if state is None else dict(h=h, shift=conv_tail(x, past["shift"], real))

@@ -162,6 +162,14 @@ class Stream:
 
 
 @dataclass(frozen=True)
+class Watchdog:
+    # A step, or a wait for its batches, that takes so many times the median of the latest ends the process with code 75
+    # and all stacks on record: something hangs, and started again the run resumes. 0: never.
+    factor: NotNegative = 20.0
+    seconds: Positive = 300.0  # that it has at least; evaluating, saving, restoring and compiling have 20 times as long
+
+
+@dataclass(frozen=True)
 class Base:
     seed: Seed = 0  # of parameters, dropout and data order
     steps: Count = 1000
@@ -201,6 +209,7 @@ class Base:
         "steps_per_dispatch",
         "mesh.*",
         "stream.*",
+        "watchdog.*",
         "resume_safe",
     )
     model: Model = Model()
@@ -210,6 +219,7 @@ class Base:
     data: Data = Data()
     objective: Objective = Objective()
     stream: Stream = Stream()
+    watchdog: Watchdog = Watchdog()
 
 
 def get_config() -> ConfigDict:

@@ -14,7 +14,7 @@ from train.run import prepare
 from train.workdir import read_json
 
 SMALL = [("steps", "20"), ("eval_every", "4"), ("eval_batches", "1"), ("model.layers", "1"), ("keep", "1")]
-VOLATILE = ("wall_s", "steps_per_s", "data_wait", "date", "revision", "revisions")
+VOLATILE = ("wall_s", "steps_per_s", "data_wait", "goodput", "date", "revision", "revisions")
 SCORES = {4: 0.5, 8: 0.9, 12: 0.9, 16: 0.1, 20: 0.9}  # validation's word on each step
 
 

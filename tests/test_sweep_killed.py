@@ -21,7 +21,7 @@ RUNS = 10  # 24 take six minutes
 # One program for all: neither kind of seed is compiled into it.
 SETTINGS = {"steps": 12, "checkpoint_every": 4, "eval_every": 6, "eval_batches": 1, "test_at": "best"}
 SMALL = {"batch_size": 4, "model.width": 16, "model.layers": 1, "data.mqar.length": 16}
-VOLATILE = ("wall_s", "steps_per_s", "data_wait", "date")
+VOLATILE = ("wall_s", "steps_per_s", "data_wait", "goodput", "date")
 
 
 def start(out: Path) -> fork:

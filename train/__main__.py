@@ -6,11 +6,12 @@ from absl import flags
 
 from model.errors import UserError
 from model.settings import Name
-from train import cli, config, hosts
+from train import cli, config, hosts, profile
 from train.loop import train
 
 CONFIG = cli.flag("config", Name, None, "A config file, FILE.py[:key=value,...] or a run's config.json.")
 WORKDIR = cli.flag("workdir", Name, None, "The run's folder; a run found there is resumed.")
+PROFILE = cli.flag("profile", Name, None, "STEP:N writes a trace of N steps from STEP on, to WORKDIR/profile.")
 DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Join the other hosts of a pod or cluster job.")
 
 
@@ -22,10 +23,11 @@ def main(argv: Sequence[str]) -> int:
             raise UserError(
                 f"--{flag.name} is missing; e.g. python -m train --config=configs/debug.py --workdir=runs/debug"
             )
+    traced = profile.parse(PROFILE.value)
     with hosts.joined(DISTRIBUTED.value):
         resolved = config.load(CONFIG.value, cli.overrides())
         cli.use_compilation_cache()
-        result = train(resolved, WORKDIR.value)
+        result = train(resolved, WORKDIR.value, traced)
     return 1 if result is not None and result["status"] == "nonfinite" else 0
 
 

@@ -1,16 +1,26 @@
-"""How long a run takes: wall time over all of its processes, waiting for data included, and the time of a step."""
+"""How long a run takes: wall time over all of its processes, waiting for data included, the time of a step, and what
+this process has spent its time on.
+"""
 
 import contextlib
 import dataclasses
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
+
+# What a process may be doing. A step lasts until its batches are waited for again, the first of them being compiled.
+PHASES = ("start", "restore", "compile", "data", "step", "evaluate", "save", "profile")
+RECENT = 64  # visits of a phase whose times are kept
 
 
 @dataclasses.dataclass
 class Clock:
-    """Wall time over all of a run's processes, that spent waiting for data, and the time of a step without pauses."""
+    """Wall time over all of a run's processes, that spent waiting for data, and the time of a step without pauses.
+
+    Every moment of a process belongs to one phase: the one it entered last.
+    """
 
     start: float = dataclasses.field(default_factory=time.monotonic)
     before: float = 0.0
@@ -18,11 +28,27 @@ class Clock:
     steps: list[float] = dataclasses.field(default_factory=list)
     waited: float = 0.0
     told: tuple[float, float] = (0.0, 0.0)  # wall and waited when `data_wait` was last asked
+    phase: tuple[str, float] = dataclasses.field(default_factory=lambda: ("start", time.monotonic()))  # and since when
+    spent: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # less this visit
+    visits: dict[str, deque[float]] = dataclasses.field(
+        default_factory=lambda: {phase: deque(maxlen=RECENT) for phase in PHASES}
+    )
 
     def resume(self, wall: float, waited: float) -> None:
         """Goes on from what earlier processes noted."""
         self.before, self.waited = wall, waited
         self.told = self.wall(), waited
+
+    def enter(self, phase: str) -> None:
+        """What follows is another phase, or another visit of the same."""
+        now, (former, since) = time.monotonic(), self.phase
+        self.spent[former] += now - since
+        self.visits[former].append(now - since)
+        self.phase = phase, now  # at once, as other threads read it
+
+    def take_steps(self) -> None:
+        """What follows is a step; the first one is compiled."""
+        self.enter("step" if self.visits["compile"] else "compile")
 
     def tick(self, n: int = 1) -> None:
         """n more steps are done."""
@@ -39,6 +65,7 @@ class Clock:
     def waiting(self) -> Iterator[None]:
         """Around what waits for data."""
         since = time.monotonic()
+        self.enter("data")
         try:
             yield
         finally:

@@ -59,14 +59,19 @@ class MetricsLog:
     def __init__(self, path: str | Path, resume_step: int | None, tensorboard: bool = False):
         self._path, self._tensorboard = Path(path), tensorboard
         self._file = self._events = None
+        self.reached = 0  # the last step that an earlier process logged
         if jax.process_index() == 0:
             self._open(resume_step)
 
     def _open(self, resume_step: int | None) -> None:
         path, kept = self._path, []
         try:
-            if resume_step is not None and path.exists():
-                kept = [line + "\n" for line, event in _lines(path) if event["step"] <= resume_step]
+            if path.exists():
+                found = self._earlier(resume_step)
+                kept = [
+                    line + "\n" for line, event in found if resume_step is not None and event["step"] <= resume_step
+                ]
+                self.reached = found[-1][1]["step"] if found else 0
             write_text(path, "".join(kept))
             # Unbuffered: a line is in the file as soon as it is logged.
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115
@@ -74,6 +79,15 @@ class MetricsLog:
             raise UserError(f"cannot open {path}: {error.strerror}") from error
         if self._tensorboard:
             self._events = _TensorBoard(path.parent / "tensorboard", 0 if resume_step is None else resume_step + 1)
+
+    def _earlier(self, resume_step: int | None) -> list[tuple[str, dict[str, Any]]]:
+        """What the file holds; where nothing of it is kept, it may be anything."""
+        try:
+            return _lines(self._path)
+        except UserError:
+            if resume_step is not None:
+                raise
+            return []
 
     def write(self, step: int, **values: Any) -> None:
         """Logs an event, all of it or, where the disk is full, nothing and an error."""

@@ -16,24 +16,32 @@ from ml_collections import ConfigDict
 
 from data import pipeline
 from model.errors import UserError, out_of_memory
-from train import checkpoint, hosts, start, streaming
+from train import checkpoint, hosts, profile, start, streaming
 from train import config as configs
 from train.checkpoint import Checkpoints
 from train.clock import Clock
 from train.dispatch import apart, steps_from
 from train.evaluate import bits_per_byte, counts, fetch, mean, means, scalars, slices, tally
 from train.feed import Feed
+from train.goodput import Ledger
 from train.log import MetricsLog, Progress
 from train.manifest import read_manifest, step_folder
 from train.revision import revision, source_digest
 from train.run import Run, at_length, prepare
 from train.sharding import replicated
 from train.step import RunState
-from train.workdir import graceful_stop, open_workdir, read_json, write_json
+from train.watchdog import Watchdog
+from train.workdir import graceful_stop, open_workdir, read_json, refuse_remote, write_json
 
 
-def train(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
-    """Trains until done and returns the result row; None if stopped by a signal, with all that was done saved."""
+def train(config: ConfigDict, workdir: str, traced: range = range(0)) -> dict[str, Any] | None:
+    """Trains until done and returns the result row; None if stopped by a signal, with all that was done saved.
+
+    Of the steps to be `traced` a profile is written.
+    """
+    refuse_remote("workdir", workdir)
+    profile.check(traced, config.steps)
+    clock = Clock()
     hosts.same(lambda: {"workdir": workdir, "jax": jax.__version__, "code": source_digest(), **configs.flatten(config)})
     # Of many processes any may be asked to stop, while others have not even begun.
     with graceful_stop() if jax.process_count() > 1 else contextlib.nullcontext():
@@ -47,8 +55,13 @@ def train(config: ConfigDict, workdir: str) -> dict[str, Any] | None:
             if done is not None:
                 print(f"{workdir} is finished already: {done['status']} after {done['steps']} steps")
                 return done
-            with Checkpoints(folder / "checkpoints", config.keep) as checkpoints:
-                return loop(run, folder, checkpoints, lengths, source)
+            with (
+                Watchdog(clock, config.watchdog.factor, config.watchdog.seconds, folder),
+                Ledger(clock, folder) as ledger,
+                Checkpoints(folder / "checkpoints", config.keep) as checkpoints,
+                profile.of(run, traced, folder / "profile", clock) as run,
+            ):
+                return loop(run, folder, checkpoints, lengths, source, ledger)
 
 
 def open_run(run: Run, folder: Path) -> dict[str, Any] | None:
@@ -110,8 +123,11 @@ def loop(
     checkpoints: Checkpoints,
     lengths: Mapping[int, Run] = MappingProxyType({}),
     source: start.Source | None = None,
+    ledger: Ledger | None = None,
 ) -> dict[str, Any] | None:
-    c, clock = run.config, Clock()
+    c, ledger = run.config, ledger or Ledger(Clock())
+    clock = ledger.clock
+    clock.enter("restore")
     restored = checkpoints.restore(run.abstract)
     step, state = restored if restored is not None else (0, start.begin(run, source))
     scores: dict[str, float] = {}
@@ -138,14 +154,17 @@ def loop(
         graceful_stop() as stop_requested,
         Feed(run, state) as feed,
     ):
+        ledger.begin(step, log.reached)
         for line in checkpoints.reports:
             log.write(step, event=line)
         while step < c.steps and not reached:
             with clock.waiting():
                 batches = next(feed)
+            clock.take_steps()
             n = steps_from(step, c, run.most)
             state, sums = run.train_steps(state, batches, n)
             step += n
+            ledger.take(n)
             taken = range(step - n + 1, step + 1), sums
             at_eval = step == c.steps or (c.eval_every and step % c.eval_every == 0)
             at_save = step == c.steps or (c.checkpoint_every and step % c.checkpoint_every == 0)
@@ -162,13 +181,16 @@ def loop(
                 if c.nonfinite == "stop" or int(state.rollbacks) >= c.max_rollbacks:
                     status, step = "nonfinite", broken[0]
                     break
+                clock.enter("restore")
                 step, state = roll_back(run, checkpoints, state, broken[0], nonfinite)
+                ledger.go_back(step)
                 log.rewind(step)
                 log.write(step, event=f"step {broken[0]} was not finite: rolled back")
                 feed.seek(state)
                 pending = None
                 continue
             if at_eval:
+                clock.enter("evaluate")
                 scores = validate(run, state, "validation")
                 log.write(step, **scores)
                 progress.update(step, **{f"val {c.best}": scores[f"validation/{c.best}"]})
@@ -179,6 +201,7 @@ def loop(
             if at_best:
                 best = rank(scores, c.best)
             if at_save or at_best or stop or reached:
+                clock.enter("save")
                 log.sync()  # on the disk before the step that vouches for it
                 # The step to test is the first of equals, else a stop at a later one would change which it is.
                 score = rank(scores, c.best) if at_eval and (at_best or c.test_at == "last") else None
@@ -192,6 +215,7 @@ def loop(
     if status == "nonfinite":
         logging.error("non-finite loss at step %d; the last good checkpoint is kept", step)
     else:
+        clock.enter("evaluate")
         status = "target" if reached else status
         at, scores, params = chosen(run, checkpoints, step, scores) if c.test_at == "best" else (step, scores, None)
         final = state if params is None else state.replace(params=params)
@@ -199,9 +223,10 @@ def loop(
         scores = scores | found.scores | at_others.scores | streaming.scores(run, final.params)
         tested |= {"targets": found.targets | at_others.targets, "slices": found.slices | at_others.slices}
         tested |= {"untested": untested, "tested_step": at}
+    clock.enter("save")
     checkpoints.wait()
     ended = {"status": status, "steps": step, "nonfinite": nonfinite, "metrics": scores, **tested}
-    return finish(run, folder, clock, ended | {"changes": changes} | extra)
+    return finish(run, folder, ledger, ended | {"changes": changes} | extra)
 
 
 def has_reached(scores: dict[str, float], c: ConfigDict) -> bool:
@@ -324,9 +349,9 @@ def rank(scores: dict[str, float], best: str) -> float:
     return -score if best == "loss" else score
 
 
-def finish(run: Run, folder: Path, clock: Clock, ended: dict[str, Any]) -> dict[str, Any]:
+def finish(run: Run, folder: Path, ledger: Ledger, ended: dict[str, Any]) -> dict[str, Any]:
     """Writes the result row: its presence says that the run is over. `ended` holds what only the loop knows."""
-    c, device, waited = run.config, jax.devices()[0], clock.share_waited()
+    c, clock, device, waited = run.config, ledger.clock, jax.devices()[0], ledger.clock.share_waited()
     result = {
         **ended,
         "config_hash": configs.digest(c),
@@ -346,6 +371,7 @@ def finish(run: Run, folder: Path, clock: Clock, ended: dict[str, Any]) -> dict[
         "wall_s": round(clock.wall(), 2),
         "steps_per_s": clock.steps_per_s(),
         "data_wait": waited,
+        "goodput": ledger.end(),
         "params": run.params,
         "state_bytes": run.model.state_bytes(streaming.longest(run)),
         "baselines": run.objective.baselines(),

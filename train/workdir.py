@@ -94,14 +94,22 @@ def read_json(path: str | Path, **kinds: type) -> dict[str, Any]:
     return found
 
 
+def refuse_remote(name: str, path: str | Path) -> None:
+    """Refuses an object store. Orbax could write there; the rest of a run could not, and half a run is none."""
+    if "://" in str(path):
+        raise UserError(
+            f"{name} is {str(path)!r}, a URL; allowed: a folder, since locks, appended logs and renamed checkpoints "
+            "need a file system; mount the bucket, or copy the folder there afterwards"
+        )
+
+
 @contextlib.contextmanager
 def open_workdir(path: str | Path) -> Iterator[Path]:
     """Creates the folder and holds it against a second run until the block ends or the process dies.
 
     A run of many processes is one run: its first process holds the folder, which all of them must share.
     """
-    if "://" in str(path):
-        raise UserError(f"workdir {path} is a URL; mount the bucket and give a folder")
+    refuse_remote("workdir", path)
     folder, lock = Path(path).absolute(), contextlib.ExitStack()
 
     def take() -> str:

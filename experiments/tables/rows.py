@@ -30,6 +30,7 @@ HARMLESS = (
     "mesh",
     "stream",
     "steps_per_dispatch",
+    "watchdog",
 )
 
 

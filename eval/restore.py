@@ -12,6 +12,7 @@ from train import checkpoint, hosts
 from train import config as configs
 from train.checkpoint import choose_step
 from train.run import Run, prepare
+from train.workdir import refuse_remote
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Restored:
 
 def restore(workdir: str, step: str, overrides: Iterable[tuple[str, str]] = ()) -> Restored:
     """The parameters of a step (a number, `best` or `latest`) in a model built with the overrides."""
+    refuse_remote("workdir", workdir)
     folder = Path(workdir)
     file, checkpoints = folder / "config.json", folder / "checkpoints"
 

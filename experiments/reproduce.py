@@ -26,6 +26,7 @@ from model.errors import UserError, choose
 from model.settings import Count, Name
 from train import cli
 from train.revision import revision
+from train.workdir import refuse_remote
 
 SCALE = cli.flag("scale", Literal[*SCALES], None, f"One of {', '.join(SCALES)}, where the table has it.")
 JOBS = cli.flag("jobs", Count, None, "Runs at once; default one per accelerator, or one per core.")
@@ -42,6 +43,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"reproduce takes one table; choose from {', '.join(sorted(TABLES))}")
     table = choose("table", argv[1], TABLES)
     if OUT.value is not None:
+        refuse_remote("--out", OUT.value)
         return reproduce(table, choose_scale(table, SCALE.value), Path(OUT.value))
     codes = []
     for name, table in TABLES.items():

@@ -18,6 +18,7 @@ from experiments.running.runs import read_value
 from model.errors import UserError
 from model.settings import Count, Name
 from train import cli
+from train.workdir import refuse_remote
 
 CONFIG = cli.flag("config", Name, None, "Config file of every run, with its argument if any.")
 GRID = flags.DEFINE_multi_string("grid", [], "KEY=VALUE,VALUE: every value; may be repeated.")
@@ -35,6 +36,7 @@ def main(argv: list[str]) -> int:
         raise UserError(f"unexpected argument {argv[1]!r}; sweep takes flags only, such as --grid=optim.lr=1e-3,3e-3")
     if not (CONFIG.value and OUT.value):
         raise UserError("give both --config=FILE.py and --out=FOLDER")
+    refuse_remote("--out", OUT.value)
     out = Path(OUT.value)
     common = {key: read_value(text) for key, text in cli.overrides()}
     runs = expand(CONFIG.value, GRID.value, ZIP.value, LIST.value, SEEDS.value, common)

@@ -135,6 +135,10 @@ TRAIN = [
     [f"--config={DEBUG}", "--workdir=notes.txt/x"],
     [f"--config={DEBUG}", f"--workdir={LONG}"],
     [f"--config={DEBUG}", "--workdir=gs://bucket/x"],
+    *(
+        [f"--config={DEBUG}", "--workdir=w", f"--profile={text}"]
+        for text in ("", "5", "0:1", "1:0", "5:x", "5000:1", HUGE)
+    ),
     *([f"--config={DEBUG}", "--workdir=w", word] for word in ("extra", "--nonsense", "-x", "--verbosity=loud")),
     *([f"--config={DEBUG}", "--workdir=w", word] for word in ("--flagfile=nowhere", "--distributed=perhaps")),
     [f"--config={DEBUG}", "--workdir=w", "--stderrthreshold=loud"],
@@ -177,6 +181,7 @@ TRAIN = [
 ]
 GENERATE = ["--workdir=run", "--suite=generate"]
 EVAL = [
+    ["--workdir=gs://bucket/x"],
     [],
     *([f"--workdir={name}"] for name in ("", " ", "nowhere", "notes.txt", "empty", LONG)),
     ["--workdir=run", "extra"],
@@ -199,7 +204,7 @@ SWEEP = [
     [f"--config={DEBUG}"],
     ["--out=o"],
     ["--config=", "--out=o"],
-    *([f"--config={DEBUG}", f"--out={out}"] for out in ("", "notes.txt", "notes.txt/x", LONG)),
+    *([f"--config={DEBUG}", f"--out={out}"] for out in ("", "notes.txt", "notes.txt/x", LONG, "gs://b/x")),
     *([f"--config={file}", "--out=o"] for file in ("nowhere.py", "raises.py", "syntax.py", "list.json", "configs")),
     *([*SWEPT, f"--jobs={text}"] for text in ("0", "-1", "x", "1.5", "", HUGE)),
     *([*SWEPT, f"--seeds={text}"] for text in ("0", "-3", "x", "1.5", "", "2147483647", HUGE)),
@@ -229,7 +234,7 @@ REPRODUCE = [
     ["quickstart", "--launcher=local"],
     *(["quickstart", f"--scale={text}"] for text in ("smok", "", "paper")),
     *(["quickstart", f"--jobs={text}"] for text in ("0", "x", "", HUGE)),
-    *(["quickstart", f"--out={text}"] for text in ("", "notes.txt", "notes.txt/x", LONG)),
+    *(["quickstart", f"--out={text}"] for text in ("", "notes.txt", "notes.txt/x", LONG, "gs://b/x")),
     *(["quickstart", f"--config.{text}"] for text in ("steps=0", "steps=", "lr=1", "optim.lr=-1", "seed=-1")),
 ]
 ROWS = "--rows=rows.jsonl"

@@ -6,7 +6,7 @@ VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(VERSION))
 BIN := $(VENV)/bin
 TESTS ?= tests
 
-.PHONY: quickstart test scale parity lint setup clean
+.PHONY: quickstart test scale chaos parity lint setup clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python -m experiments.reproduce quickstart
@@ -20,6 +20,10 @@ test: $(VENV)/ready-dev
 # commands, training that covers the zoo, and the variants of a test beyond the first few.
 scale: $(VENV)/ready-dev
 	$(BIN)/python -m pytest -n 2 --dist worksteal --ignore=tests/parity -m scale $(TESTS)
+
+# What pods, disks and people do to runs, hundreds of times, and a table of what was survived. QUICK=1: a tenth of it.
+chaos: $(VENV)/ready-dev
+	$(BIN)/python -m tests.chaos $(if $(QUICK),--quick,--out=experiments/results/chaos)
 
 # The same weights in torch and transformers give the same outputs and gradients.
 parity: $(VENV)/ready-parity

@@ -16,9 +16,9 @@ pytestmark = pytest.mark.scale
 STEPS = 100
 
 
-def command(workdir) -> list[str]:
+def command(workdir, **more) -> list[str]:
     small = {"batch_size": 4, "eval_batches": 1, "model.width": 16, "data.mqar.length": 16}
-    settings = dict(steps=STEPS, checkpoint_every=2, eval_every=25, **small)
+    settings = dict(steps=STEPS, checkpoint_every=2, eval_every=25, **small) | more
     overrides = [f"--config.{key}={value}" for key, value in settings.items()]
     return ["train", "--config=configs/debug.py", f"--workdir={workdir}", *overrides]
 
@@ -35,10 +35,12 @@ def logged(workdir) -> int:
         return 0
 
 
-def interrupt(workdir, sign: signal.Signals, rng: random.Random) -> fork:
+def interrupt(workdir, sign: signal.Signals, rng: random.Random, ahead: int = 9, settings=None, **environment) -> fork:
     """Starts the run, lets it get a little further, and sends the signal at a moment of no meaning."""
-    process, goal = fork(*command(workdir)), max(steps(workdir / "checkpoints"), default=0) + rng.randint(1, 9)
-    while process.running() and logged(workdir) < min(goal, STEPS - 1):
+    settings = settings or {}
+    process = fork(*command(workdir, **settings), **environment)
+    goal = max(steps(workdir / "checkpoints"), default=0) + rng.randint(1, ahead)
+    while process.running() and logged(workdir) < min(goal, settings.get("steps", STEPS) - 1):
         time.sleep(0.005)
     time.sleep(rng.uniform(0, 0.2))
     process.send(sign)

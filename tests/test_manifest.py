@@ -5,14 +5,16 @@ import json
 import shutil
 import signal
 import socket
+import sys
 import time
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import pytest
 
 from model.errors import UserError
 from tests.test_checkpoint import abstract, assert_same, flip, make_state, said, save_all, start
-from train import checkpoint, manifest
+from train import arrays, checkpoint, manifest
 from train.checkpoint import UNFINISHED, Checkpoints
 from train.manifest import MANIFEST
 
@@ -187,6 +189,20 @@ def test_a_save_that_cannot_begin_says_so_and_leaves_nothing_behind(tmp_path, mo
         with pytest.raises(UserError, match="it takes 532 bytes, and the disk has 100 left"):
             checkpoints.save(1, make_state(1))
     assert not list((tmp_path / "c").iterdir())
+
+
+@pytest.mark.quick
+def test_errors_that_come_too_late_are_not_shown_and_others_are(monkeypatch):
+    """A full disk is told in one line, by whichever hook the layers below complain that nobody listens any more."""
+    shown = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(str(error)))
+    monkeypatch.setattr(sys, "unraisablehook", lambda args: shown.append(str(args.exc_value)))
+    arrays._hush.__wrapped__()
+    for text in ("Event loop is closed", "another"):
+        error = RuntimeError(text)
+        sys.excepthook(RuntimeError, error, None)
+        sys.unraisablehook(SimpleNamespace(exc_type=RuntimeError, exc_value=error))
+    assert shown == ["another"] * 2
 
 
 TWO_PROCESSES = """

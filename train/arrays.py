@@ -105,14 +105,15 @@ def read_arrays(folder: Path, like: State, prefix: str = "", whole: bool = True)
 def _hush() -> None:
     """A write that fails is raised, to be told in one line: the layers below are not to print their stacks as well."""
     logging.get_absl_logger().addFilter(lambda record: not (record.exc_info and "orbax" in record.pathname))
-    hook = sys.excepthook
+    raised, dropped = sys.excepthook, sys.unraisablehook
 
-    def unless_late(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        # Orbax leaves its event loop at the first error; TensorStore then has nobody to tell of the others.
-        if not (kind is RuntimeError and str(error) == "Event loop is closed"):
-            hook(kind, error, trace)
+    # Orbax leaves its event loop at the first error; TensorStore then has nobody to tell of the others, and says so
+    # by either hook.
+    def late(kind: type[BaseException], error: BaseException | None) -> bool:
+        return kind is RuntimeError and str(error) == "Event loop is closed"
 
-    sys.excepthook = unless_late
+    sys.excepthook = lambda kind, error, trace: None if late(kind, error) else raised(kind, error, trace)
+    sys.unraisablehook = lambda args: None if late(args.exc_type, args.exc_value) else dropped(args)
 
 
 def _handler() -> ocp.PyTreeCheckpointHandler:

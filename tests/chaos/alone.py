@@ -90,9 +90,9 @@ def stopped(place: Place, rng: random.Random, n: int) -> Iterator[Outcome]:
     """As a laptop that sleeps, for longer than the watchdog would wait."""
     for _ in range(n):
         folder, settings = place.new(), {"steps": 10 * STEPS, "checkpoint_every": STEPS} | IMPATIENT
-        process = fork(*command(folder, **settings))
+        process, goal = fork(*command(folder, **settings)), rng.randint(10, STEPS)
         with ended(process):
-            while logged(folder) < rng.randint(10, STEPS) and process.running():
+            while logged(folder) < goal and process.running():
                 time.sleep(0.01)
             process.send(signal.SIGSTOP)
             time.sleep(rng.uniform(5, 7))

@@ -28,15 +28,16 @@ def full(part: str) -> Callable[[Place, random.Random, int], Iterator[Outcome]]:
     def trial(place: Place, rng: random.Random, n: int) -> Iterator[Outcome]:
         calm = place.calm(lambda path: [fork(*command(path, **SETTINGS))], "disks")
         for _ in range(n):
-            folder = place.new()
+            folder, goal = place.new(), rng.randint(0, SETTINGS["steps"] // 2)
             with small_disk(folder, part) as disk:
-                place.notes["by"] = "tmpfs" if disk else "RLIMIT_FSIZE"
+                place.notes |= {"by": "tmpfs" if disk else "RLIMIT_FSIZE"}
                 process = fork(*command(folder, **SETTINGS))
                 with ended(process):
-                    while process.running() and logged(folder) < rng.randint(0, 40):
+                    while process.running() and logged(folder) < goal:
                         time.sleep(0.01)
                     fill(disk, rng) if disk else limit(process, rng)
                     outcomes = [ending(process)]
+                place.notes["had no room"] = place.notes.get("had no room", 0) + (process.wait() != 0)
                 if disk:
                     (disk / "ballast").unlink()
                 again = fork(*command(folder, **SETTINGS))

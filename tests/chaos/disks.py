@@ -61,7 +61,10 @@ def fill(disk: Path, rng: random.Random) -> None:
 
 
 def limit(process: fork, rng: random.Random) -> None:
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (rng.choice((0, 512, 4096)), resource.RLIM_INFINITY))
+    """What the process says goes into a file as well, so that some room is left."""
+    size = rng.choice((4096, 6144, 8192))
+    with contextlib.suppress(ProcessLookupError):
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ VARIANTS = (
     {"steps_per_dispatch": 4},
     {"eval_every": 7, "test_at": "best", "keep": 1},
     {"checkpoint_every": 7},
-    {"model.mixers": "mamba"},
+    {"model.mixers": "mamba", "model.position": "none"},
 )
 
 

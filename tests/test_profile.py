@@ -45,11 +45,18 @@ def test_what_is_asked_for():
         profile.check(range(20, 24), 10)
 
 
+def events_in(folder) -> list[dict]:
+    (file,) = folder.rglob("*.trace.json.gz")
+    return json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+
+
 def steps_in(folder) -> list[int]:
     """The numbers of the steps in a trace, as a viewer finds them."""
-    (file,) = folder.rglob("*.trace.json.gz")
-    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-    return sorted(int(event["args"]["step_num"]) for event in events if event.get("name") == profile.NAME)
+    return sorted(int(event["args"]["step_num"]) for event in events_in(folder) if event.get("name") == profile.NAME)
+
+
+def names_in(folder) -> set[str]:
+    return {event.get("name", "") for event in events_in(folder)}
 
 
 def test_a_trace_of_some_steps(tmp_path, capsys):
@@ -76,7 +83,11 @@ class Counted(NamedTuple):
 
 
 def test_what_is_past_what_is_cut_short_and_what_comes_again(tmp_path, capsys):
-    played = Played(lambda state, batches, n: (Counted(state.step + n), {}))
+    def steps(state, batches, n):
+        with jax.profiler.TraceAnnotation(f"really {int(state.step) + 1}"):
+            return Counted(state.step + n), {}
+
+    played = Played(steps)
 
     def take(folder, traced: range, first: int, groups: list[int], back: int | None = None) -> None:
         state = Counted(jnp.int32(first))
@@ -94,6 +105,6 @@ def test_what_is_past_what_is_cut_short_and_what_comes_again(tmp_path, capsys):
     take(tmp_path / "cut", range(3, 9), 0, [1, 1, 1, 1])
     assert steps_in(tmp_path / "cut") == [3, 4]
     take(tmp_path / "back", range(8, 9), 0, 12 * [1], back=3)
-    assert steps_in(tmp_path / "back") == [8]
+    assert steps_in(tmp_path / "back") == [8] and "really 8" in names_in(tmp_path / "back")
     take(tmp_path / "never", range(8, 9), 0, [1, 1])
     assert not (tmp_path / "never").exists()

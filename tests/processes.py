@@ -39,6 +39,8 @@ class fork:
 
     def __init__(self, *words: str, **environment: str):
         self.folder = tempfile.TemporaryDirectory()
+        for name in ("stdout", "stderr"):
+            Path(self.folder.name, name).touch()  # it may end before it says anything
         self.process = READY.Process(target=_become, args=(words, self.folder.name, environment), daemon=True)
         self.process.start()
         self.pid = self.process.pid

@@ -201,6 +201,8 @@ CASES: dict[str, tuple[Callable[[Path], Any], str | None]] = {
     "metrics.jsonl torn": (lambda f: truncate(f / "metrics.jsonl"), GOES_ON),
     "metrics.jsonl ends in garbage": (lambda f: append(f / "metrics.jsonl"), GOES_ON),
     "metrics.jsonl a folder": (a_folder("metrics.jsonl"), "metrics.jsonl"),
+    "goodput.json garbage": (put("goodput.json", b"\xff{"), GOES_ON),
+    "goodput.json a folder": (a_folder("goodput.json"), GOES_ON),
     ".lock garbage": (put(".lock", b"\xff" * 300), GOES_ON),
     ".lock a folder": (a_folder(".lock"), "cannot write to workdir"),
     "checkpoints a file": (

@@ -78,6 +78,22 @@ def test_notes_are_taken_while_nothing_else_happens(tmp_path, monkeypatch):
     assert (told["attempts"], told["repeated_steps"]) == (2, 2) and told["lost_s"]["repeated"] > 0
 
 
+@pytest.mark.quick
+def test_going_back_is_work_in_vain(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    clock = Clock()
+    ledger = Ledger(clock)
+    ledger.begin(0, 0)
+    clock.enter("step")
+    ledger.take(8)
+    now[0] += 4
+    clock.enter("restore")
+    ledger.go_back(6)
+    told = ledger.end()
+    assert (told["repeated_steps"], told["lost_s"]["repeated"], told["productive_s"]) == (2, 1, 3)
+
+
 SHORT = [("steps", "12"), ("checkpoint_every", "4"), ("eval_every", "0"), ("eval_batches", "1"), ("model.layers", "1")]
 
 

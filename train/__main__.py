@@ -1,4 +1,4 @@
-"""python -m train --config=configs/debug.py --workdir=runs/debug [--config.optim.lr=3e-3 ...]"""
+"""python -m train --config=configs/debug.py --workdir=runs/debug [--config.optim.lr=3e-3 ...] [--profile=100:5]"""
 
 from collections.abc import Sequence
 

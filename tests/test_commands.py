@@ -140,7 +140,7 @@ SMALL = {
     "eval": ["--config.eval_batches=1"],
     "data.prepare": ["--help"],
     "experiments.list": [],
-    "experiments.sweep": ["--dry-run"],
+    "experiments.sweep": ["--launcher=print"],
     "experiments.reproduce": ["--help"],
     "experiments.report": ["--help"],
     "experiments.bench": ["--help"],

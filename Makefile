@@ -6,7 +6,7 @@ VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(VERSION))
 BIN := $(VENV)/bin
 TESTS ?= tests
 
-.PHONY: quickstart test scale parity lint setup clean
+.PHONY: quickstart test scale slurm parity lint setup clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python -m experiments.reproduce quickstart
@@ -24,6 +24,15 @@ scale: $(VENV)/ready-dev
 # The same weights in torch and transformers give the same outputs and gradients.
 parity: $(VENV)/ready-parity
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/parity
+
+# Sweeps on a Slurm cluster of this machine alone; `make scale` has it too where there is Slurm. Debian's is installed
+# where there is none, which takes root.
+slurm: $(VENV)/ready-dev /usr/sbin/slurmctld
+	$(BIN)/python -m pytest $(TESTS)/test_slurm.py
+
+/usr/sbin/slurmctld:
+	apt-get update -qq
+	apt-get install -qq -y --no-install-recommends slurm-wlm munge
 
 lint: $(VENV)/ready-dev
 	$(BIN)/ruff check .

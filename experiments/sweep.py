@@ -6,6 +6,10 @@ experiments/running/expand.py has the notation of --grid, --zip and --list; --co
 again to take up where it stopped: finished runs are skipped, others continue. Rows are in OUT/rows.jsonl.
 
     --launcher=local   on this machine, each run on its share of the cores and accelerators
+    --launcher=slurm   as tasks of job arrays, with sbatch's options, such as
+                       --slurm='--partition=gpu --time=8:00:00 --nodes=2 --gpus-per-node=8 --ntasks-per-node=8';
+                       each run has as many processes as these ask for tasks. They save before the time is up and
+                       queue again. Ctrl-C ends the watching, not the jobs.
     --launcher=print   nowhere: a line of shell for each run that is not finished, for an engine of your own; once they
                        are through, the same sweep with --launcher=local finds them finished and writes the rows
 """
@@ -34,11 +38,14 @@ JOBS = cli.flag("jobs", Count, None, "Runs at once; default one per accelerator,
 LAUNCHER = cli.flag(
     "launcher", Literal[*LAUNCHERS], "local", "How runs are started; print: not, their commands are shown."
 )
+SLURM = cli.flag("slurm", str, None, "Options for sbatch, with --launcher=slurm.")
 
 
 def main(argv: list[str]) -> int:
     if argv[1:]:
         raise UserError(f"unexpected argument {argv[1]!r}; sweep takes flags only, such as --grid=optim.lr=1e-3,3e-3")
+    if SLURM.value is not None and LAUNCHER.value != "slurm":
+        raise UserError(f"--slurm={SLURM.value} is for --launcher=slurm, and --launcher is {LAUNCHER.value}")
     if not (CONFIG.value and OUT.value):
         raise UserError("give both --config=FILE.py and --out=FOLDER")
     out = Path(OUT.value)
@@ -50,7 +57,8 @@ def main(argv: list[str]) -> int:
         return 0
     for repeat in campaign.repeats(runs, planned):
         print(f"left out, same config as another run: {repeat}")
-    return campaign.exit_code(campaign.carry_out(planned, out, JOBS.value, LAUNCHER.value))
+    options = {} if SLURM.value is None else {"options": SLURM.value}
+    return campaign.exit_code(campaign.carry_out(planned, out, JOBS.value, LAUNCHER.value, **options))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from experiments.running import folders
 from experiments.running.launch import Event, Job, local
 from experiments.running.progress import Tally, follow
 from experiments.running.runs import RunSpec, command, names, texts
+from experiments.running.slurm import slurm
 from experiments.tables import rows
 from model.errors import UserError, choose
 from train import config as configs
@@ -25,7 +26,7 @@ class Planned:
 
 
 Plan = Mapping[str, Planned]  # by folder name
-LAUNCHERS: Mapping[str, Callable[..., Iterator[Event]]] = {"local": local}
+LAUNCHERS: Mapping[str, Callable[..., Iterator[Event]]] = {"local": local, "slurm": slurm}
 
 
 def plan(runs: Iterable[RunSpec], out: Path) -> dict[str, Planned]:
@@ -58,20 +59,24 @@ def commands(planned: Plan, out: Path) -> list[str]:
     return [f"{here} && {shlex.join(command(item.run, out / name))}" for name, item in left.items()]
 
 
-def carry_out(planned: Plan, out: Path, slots: int | None = None, launcher: str = "local") -> Tally:
-    """Runs what is not finished yet and leaves everyone's row, the failed ones' too, in `rows.jsonl`."""
+def carry_out(planned: Plan, out: Path, slots: int | None = None, launcher: str = "local", **options: str) -> Tally:
+    """Runs what is not finished yet and leaves everyone's row, the failed ones' too, in `rows.jsonl`.
+
+    options: what this launcher takes beside the jobs and how many run at once.
+    """
     launch = choose("launcher", launcher, LAUNCHERS)
     if slots is not None and slots < 1:
         raise UserError(f"--jobs={slots} would never start a run; give 1 or more")
-    for name, item in planned.items():
-        folders.claim(out / name, item.run, item.config_hash)
     # Every setting's first seed first: later seeds find its program compiled, and a table fills evenly.
     ordered = sorted(planned, key=lambda name: planned[name].run.overrides.get("seed", 0))
     jobs = [
         Job(name, command(run, out / name), out / name, after=run.source_name)
         for name, run in ((name, planned[name].run) for name in ordered)
     ]
-    tally = follow(launch(jobs, slots), out, len(jobs))
+    events = launch(jobs, slots, **options)
+    for name, item in planned.items():
+        folders.claim(out / name, item.run, item.config_hash)
+    tally = follow(events, out, len(jobs))
     made = rows.collect(out)
     rows.write(out / "rows.jsonl", made)
     for row in made:

@@ -31,7 +31,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Event:
-    kind: Literal["skip", "start", "done", "fail", "wait", "again", "tick", "stop"]
+    kind: Literal["skip", "start", "done", "fail", "wait", "again", "note", "tick", "stop"]
     name: str = ""
     detail: str = ""
 
@@ -88,7 +88,7 @@ def _fill(running: Running, todo: list[Job], places: Slots) -> Iterator[Event]:
             continue
         if job.after and not folders.finished(job.folder.parent / job.after):
             todo.remove(job)
-            yield failed(job, 2, f"it begins with the parameters of {job.after}, which has no result")
+            yield without_source(job)
             continue
         if folders.in_use(job.folder):
             yield Event("wait", job.name, IN_USE)
@@ -137,6 +137,10 @@ def again(job: Job, error: str) -> Event:
         return failed(job, RESTART, f"started again {RESTARTS} times and came no further than step {saved}: {error}")
     folders.write_json(file, {"saved": saved, "times": times})
     return Event("again", job.name, error)
+
+
+def without_source(job: Job) -> Event:
+    return failed(job, 2, f"it begins with the parameters of {job.after}, which has no result")
 
 
 def failed(job: Job, code: int, error: str) -> Event:

@@ -145,6 +145,7 @@ SMALL = {
     "experiments.report": ["--help"],
     "experiments.bench": ["--help"],
     "experiments.pack": [],
+    "experiments.launch": [],
 }
 # And by what a command says.
 SHORTER = {"--suite=context": "--targets=8", "train --config=configs/seq2seq.py": "--config.test_lengths=()"}

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from train.exits import RESTART
+from train.exit_codes import RESTART
 
 LOST = RESTART  # exit code of a process that ended because another was lost
 BEAT = 2.0  # seconds between signs of life

@@ -12,7 +12,7 @@ from typing import Literal
 
 from experiments.running import folders
 from experiments.running.machine import Grant, Slots, look
-from train.exits import RESTART
+from train.exit_codes import RESTART
 
 POLL_S = 0.1
 RESTARTS = 3  # of a run that comes no further, until it has failed

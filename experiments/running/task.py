@@ -15,7 +15,7 @@ from pathlib import Path
 from experiments.running import folders, launch
 from experiments.running.launch import Event, Job
 from experiments.running.slurm import TEXT, one_line
-from train.exits import RESTART
+from train.exit_codes import RESTART
 
 
 def main(record: str, environ: Mapping[str, str] = os.environ) -> int:

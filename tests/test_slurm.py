@@ -206,13 +206,17 @@ def test_a_task_starts_its_run_on_all_ranks(here, tmp_path):
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("code", "ranks", "back"),
-    [(0, 1, True), (75, 1, True), (75, 2, True), (137, 2, True), (137, 1, False), (1, 2, False), (2, 2, False)],
+    [
+        *[(0, 1, True), (75, 1, True), (75, 2, True), (137, 2, True), (143, 1, True)],
+        *[(137, 1, False), (1, 2, False), (2, 2, False), (255, 2, False)],
+    ],
 )
 def test_what_the_end_of_a_task_means(code, ranks, back, here, tmp_path):
     """It goes back into the queue if it was stopped, or asks to be started again, or lost a rank; but not for ever."""
     ended, one = play(tmp_path, here, code, SLURM_NTASKS=str(ranks))
     assert (here / "scontrol.txt").exists() == back == (not ended)
     assert (one.folder / "failed.json").exists() != back
+    assert back or rows.row_of(one.folder)["error"] == {137: "killed by SIGKILL"}.get(code, "error: what it said last")
     if back:
         assert (here / "scontrol.txt").read_text().split() == ["requeue", "12"]
         for _ in range(launch.RESTARTS):

@@ -56,8 +56,9 @@ def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def outcome(job: Job, code: int, n: int) -> Event:
     """What srun's exit code, the highest of all ranks' with 128 added to a signal's, means for the run."""
-    if n > 1 and code > 128:  # a rank was killed, and the others ended because of that
-        code = RESTART
+    if code - 128 in {number.value for number in signal.Signals}:
+        # One of several was killed, and the others ended because of that; or it was told to stop before it could save.
+        code = RESTART if n > 1 or code == 128 + signal.SIGTERM else 128 - code
     if code == 0 and not folders.finished(job.folder):
         return launch.again(job, "stopped before its last step")
     event = launch.ended(job, code)

@@ -98,6 +98,9 @@ def test_runs_are_submitted_followed_and_taken_up(here, tmp_path):
     (here / "busy").touch()  # the controller does not answer: nothing is known, so nothing is said
     assert [next(events).kind for _ in range(3)] == ["tick"] * 3
     (here / "busy").unlink()
+    for passing in ("SIGNALING", "COMPLETING"):  # neither over nor back in the queue
+        say(here, record.stem, _0=passing, _1="PENDING", _2="PENDING")
+        assert [next(events).kind for _ in range(3)] == ["tick"] * 3
     say(here, record.stem, _0="COMPLETING", _1="RUNNING", _2="PENDING")
     assert until(events, "start") == [("start", "b")]
     say(here, record.stem, _0="PENDING", _1="RUNNING", _2="CANCELLED")

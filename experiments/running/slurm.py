@@ -26,7 +26,7 @@ WARNING_S = 120  # before the time limit, for runs to save
 LARGEST = 1000  # tasks of an array, which Slurm's MaxArraySize allows where nobody has changed it
 OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"}
 OVER |= {"DEADLINE", "REVOKED"}
-ENDING = "COMPLETING"  # and then over, or back in the queue
+QUEUED = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 
 
 class Task(NamedTuple):
@@ -63,11 +63,11 @@ def _watch(jobs: Sequence[Job], slots: int | None, options: Sequence[str]) -> It
     yield from (Event("skip", job.name) for job in jobs if folders.finished(job.folder))
     todo = {job.name: job for job in jobs if not folders.finished(job.folder)}
     tasks = under_way(todo.values())
-    states: dict[str, str] = {}
+    started: set[str] = set()
     with launch.signals() as received:
         while todo and not received:
             yield from _submit_ready(todo, tasks, slots, options)
-            yield from _look(todo, tasks, states)
+            yield from _look(todo, tasks, started)
             for _ in range(TICKS):
                 if todo and not received:
                     yield Event("tick")
@@ -99,7 +99,7 @@ def _submit_ready(todo: dict[str, Job], tasks: dict[str, Task], slots: int | Non
         yield Event("note", detail=f"{len(part)} submitted as Slurm job {number}")
 
 
-def _look(todo: dict[str, Job], tasks: dict[str, Task], states: dict[str, str]) -> Iterator[Event]:
+def _look(todo: dict[str, Job], tasks: dict[str, Task], started: set[str]) -> Iterator[Event]:
     """Takes out the runs that are over, and tells of those that have begun or were put back into the queue."""
     standings = _queue_of(tasks)
     if standings is None:  # the controller is busy, or being restarted
@@ -110,14 +110,12 @@ def _look(todo: dict[str, Job], tasks: dict[str, Task], states: dict[str, str]) 
             del tasks[name]
             yield ended(todo.pop(name), task, found)
             continue
-        before = states.get(name)
-        if found.state in (before, ENDING):
-            continue
-        states[name] = found.state
-        if found.state == "RUNNING":
+        if found.state == "RUNNING" and name not in started:
+            started.add(name)
             yield Event("start", name)
-        elif before == "RUNNING":
-            yield Event("again", name, f"Slurm put it back into the queue ({found.reason})")
+        elif found.state in QUEUED and name in started:
+            started.remove(name)
+            yield Event("again", name, f"back in the queue ({found.reason})")
 
 
 def submit(jobs: Sequence[Job], slots: int | None, options: Sequence[str]) -> tuple[str, str]:

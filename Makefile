@@ -6,7 +6,7 @@ VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(VERSION))
 BIN := $(VENV)/bin
 TESTS ?= tests
 
-.PHONY: quickstart test scale slurm parity lint setup clean
+.PHONY: quickstart test scale parity lint setup clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python -m experiments.reproduce quickstart
@@ -25,18 +25,19 @@ scale: $(VENV)/ready-dev
 parity: $(VENV)/ready-parity
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/parity
 
+lint: $(VENV)/ready-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
 # Sweeps on a Slurm cluster of this machine alone; `make scale` has it too where there is Slurm. Debian's is installed
 # where there is none, which takes root.
+.PHONY: slurm
 slurm: $(VENV)/ready-dev /usr/sbin/slurmctld
-	$(BIN)/python -m pytest $(TESTS)/test_slurm.py
+	$(BIN)/python -m pytest tests/test_slurm.py
 
 /usr/sbin/slurmctld:
 	apt-get update -qq
 	apt-get install -qq -y --no-install-recommends slurm-wlm munge
-
-lint: $(VENV)/ready-dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
 
 setup: $(VENV)/ready
 

@@ -34,7 +34,9 @@ ZIP = flags.DEFINE_multi_string("zip", [], "KEY=V1,V2;KEY=W1,W2: values side by 
 LIST = flags.DEFINE_multi_string("list", [], "KEY=V,KEY=W;KEY=V: settings as written; may be repeated.")
 SEEDS = cli.flag("seeds", Count, 1, "Runs of each setting, with seeds 0, 1, ...")
 OUT = cli.flag("out", Name, None, "Folder of the sweep; each run gets a folder in it.")
-JOBS = cli.flag("jobs", Count, None, "Runs at once; default one per accelerator, or one per core.")
+JOBS = cli.flag(
+    "jobs", Count, None, "Runs at once; default one per accelerator, or one per core; of Slurm as many as it lets."
+)
 LAUNCHER = cli.flag(
     "launcher", Literal[*LAUNCHERS], "local", "How runs are started; print: not, their commands are shown."
 )

@@ -276,7 +276,7 @@ def test_runs_of_two_ranks_that_are_requeued_stopped_and_killed_have_the_rows_of
     first, second = out / "seed=0", out / "seed=1"
 
     def reached(folder: Path, step: int) -> None:
-        wait_until(lambda: max(losses(folder), default=0) >= step, 120)
+        wait_until(lambda: max(losses(folder), default=0) >= step, 240)
 
     def resumed(folder: Path) -> int:
         log = folder / "log.txt"
@@ -298,11 +298,11 @@ def test_runs_of_two_ranks_that_are_requeued_stopped_and_killed_have_the_rows_of
         assert watched.wait() == 128 + signal.SIGINT and f"scancel {number}" in watched.stdout
 
         watched = sweep(out, *options, SLURM_CONF=conf)
-        wait_until(lambda: resumed(first) == 2, 120)
+        wait_until(lambda: resumed(first) == 2, 240)
         before = max(losses(first))
         reached(first, before + 10)
         os.kill(rank_of(first, 1), signal.SIGKILL)
-        assert watched.wait(240) == 0, watched.stdout
+        assert watched.wait(400) == 0, watched.stdout
 
     assert (resumed(first), resumed(second)) == (4, 2)  # both ranks say so
     assert len(submitted(out)) == 1, "runs that were in the queue were submitted again"

@@ -136,7 +136,7 @@ def submit(jobs: Sequence[Job], slots: int | None, options: Sequence[str]) -> tu
     return name, done.stdout.strip().partition(";")[0]
 
 
-TEXT = dict(capture_output=True, text=True)
+TEXT = dict(capture_output=True, text=True, start_new_session=True)  # Ctrl-C is for the sweep alone
 
 
 def own_options(folder: Path, name: str, count: int, slots: int | None) -> list[str]:

@@ -20,7 +20,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-LOST = os.EX_TEMPFAIL  # 75, exit code of a process that ended because another was lost: the job may be started again
+from train.exit_codes import RESTART
+
+LOST = RESTART  # exit code of a process that ended because another was lost
 BEAT = 2.0  # seconds between signs of life
 HUSH = 10.0  # of silence before it is mentioned; then again after twice as long, and so on
 PATIENCE = 900.0  # before a silent process counts as lost

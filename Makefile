@@ -33,6 +33,16 @@ lint: $(VENV)/ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# Sweeps on a Slurm cluster of this machine alone; `make scale` has it too where there is Slurm. Debian's is installed
+# where there is none, which takes root.
+.PHONY: slurm
+slurm: $(VENV)/ready-dev /usr/sbin/slurmctld
+	$(BIN)/python -m pytest tests/test_slurm.py
+
+/usr/sbin/slurmctld:
+	apt-get update -qq
+	apt-get install -qq -y --no-install-recommends slurm-wlm munge
+
 setup: $(VENV)/ready
 
 $(VENV)/bin/python:

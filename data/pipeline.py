@@ -13,6 +13,7 @@ import numpy as np
 
 from data.kept import Blocks, FixedSets
 from data.rng import Stream
+from data.shelf import shelved
 from data.stored import Stored
 from data.task import Example, Task
 from data.workers import Block, Workers
@@ -93,8 +94,9 @@ def fixed(task: Task, seed: int, split: str, place: np.ndarray) -> Example:
         return task.rows(split, place)
 
     def make(firsts: Sequence[int]) -> Iterator[tuple[int, Example]]:
-        for block, made in make_blocks([Block(task, seed, split, 0, first, first) for first in firsts]):
-            yield block.place, task.packed(made)
+        blocks = [Block(task, seed, split, 0, first, first) for first in firsts]
+        for block, packed in shelved(blocks, make_blocks):
+            yield block.place, packed
 
     hands = WORKERS.hands if task.costly else 1
     found = FIXED.rows((task, seed, split), task.size(split), task.block, make, place, hands)

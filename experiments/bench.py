@@ -87,15 +87,12 @@ def bench_startup() -> Iterator[tuple[dict, str]]:
 def bench_contenders(name: str) -> Iterator[tuple[dict, str]]:
     bench = CONTESTS[name]
     for row in speed.measure(bench.settings(), bench.contenders, ROUNDS.value):
-        figures = row.get("error") or ", ".join(
-            f"{speed.figure(row, key)} {title}" for key, title in speed.FIGURES.items()
-        )
-        yield row, f"{' '.join(str(row[key]) for key in bench.LEAD)}, {row['contender']}: {figures}"
+        yield row, bench.SHEET.sentence(row)
 
 
 def bench_state() -> Iterator[tuple[dict, str]]:
     for row in state_speed.measure(KIND.value, SHAPE.value, ROUNDS.value):
-        yield row, state_speed.sentence(row)
+        yield row, state_speed.SHEET.sentence(row)
 
 
 def bench_kernels() -> Iterator[tuple[dict, str]]:
@@ -109,12 +106,12 @@ def bench_kernels() -> Iterator[tuple[dict, str]]:
 
 def bench_step() -> Iterator[tuple[dict, str]]:
     for row in step_speed.measure(ROUNDS.value):
-        yield row, step_speed.sentence(row)
+        yield row, step_speed.SHEET.sentence(row)
 
 
 def bench_decode() -> Iterator[tuple[dict, str]]:
     for row in decode_speed.measure(ROUNDS.value):
-        yield row, decode_speed.sentence(row)
+        yield row, decode_speed.SHEET.sentence(row)
 
 
 def bench_determinism() -> Iterator[tuple[dict, str]]:
@@ -169,12 +166,12 @@ BENCHES: dict[str, Callable[[], Iterator[tuple[dict, str]]]] = {
     "scaling": bench_scaling,
 }
 MARKDOWN: dict[str, Callable[[list[dict]], str]] = {
-    **{name: partial(speed.table, lead=contest.LEAD) for name, contest in CONTESTS.items()},
-    "state": state_speed.table,
+    **{name: contest.SHEET.table for name, contest in CONTESTS.items()},
+    "state": state_speed.SHEET.table,
     "kernels": kernels_table,
-    "step": step_speed.table,
-    "decode": decode_speed.table,
-    "determinism": determinism.table,
+    "step": step_speed.SHEET.table,
+    "decode": decode_speed.SHEET.table,
+    "determinism": determinism.SHEET.table,
     "features": features.table,
     "scaling": growth.table,
 }

@@ -378,7 +378,7 @@ def test_the_bench_measures_every_contender(monkeypatch):
         ("sinks", f"longview {name}") for name in ("xla", "tiled", "blocks")
     ]
     assert all(row["forward_ms"] > 0 and row["gradient_ms"] > 0 and row["temp_mib"] > 0 for row in rows)
-    assert speed.table(rows, attention_speed.LEAD).count("\n") == 2 + len(rows)
+    assert attention_speed.SHEET.table(rows).count("\n") == 2 + len(rows)
 
 
 def test_a_contender_that_breaks_down_is_a_row_and_one_that_cannot_serve_is_none(monkeypatch):
@@ -393,4 +393,4 @@ def test_a_contender_that_breaks_down_is_a_row_and_one_that_cannot_serve_is_none
     rows = list(speed.measure([dict(n=3)], lambda setting: dict(broken=broken, fine=fine, unable=unable), rounds=1))
     assert [row["contender"] for row in rows] == ["broken", "fine"]
     assert rows[0]["error"] == "RuntimeError: out of memory" and rows[1]["forward_ms"] > 0
-    assert "| 3 | broken | failed | failed | failed |" in speed.table(rows, {"n": "n"})
+    assert "| 3 | broken | failed | failed | failed |" in speed.sheet({"n": "n"}).table(rows)

@@ -120,12 +120,17 @@ def test_several_compile_at_once_and_run_alone():
 @pytest.mark.quick
 def test_growth_beyond_the_claim_is_seen():
     cubic = made("one", lengths=LENGTHS[:2], time=3)
-    assert scaling.grown(cubic, "seconds", 1, 16384) == pytest.approx(1e-6 * 16384**3)
-    # Claimed where there is one length only, or where overhead hides it; nothing becomes less.
-    assert scaling.grown(cubic[:1], "seconds", 2, 4096) == pytest.approx(16 * cubic[0]["seconds"])
-    falling = [row | {"compile_s": 8.0 / 2**i} for i, row in enumerate(cubic)]
-    assert scaling.grown(falling, "compile_s", 0, 16384) == falling[-1]["compile_s"]
+    assert scaling.grown(cubic, 1, 16384) == pytest.approx(1e-6 * 16384**3)
+    # Claimed where there is one length only, or where overhead hides it.
+    assert scaling.grown(cubic[:1], 2, 4096) == pytest.approx(16 * cubic[0]["seconds"])
     assert scaling.expected([], 1, 1024) == (0, 0)
+
+
+@pytest.mark.quick
+def test_compiling_is_expected_to_take_as_long_as_last():
+    """Beside others a program takes several times as long as alone: its growth with the length means nothing."""
+    rising = [row | {"compile_s": 8.0 * 4**i} for i, row in enumerate(made("one", lengths=LENGTHS[:2]))]
+    assert scaling.expected(rising, 1, LENGTHS[2])[0] == rising[-1]["compile_s"]
 
 
 @pytest.mark.quick

@@ -28,7 +28,7 @@ def test_steps_are_measured_and_make_a_table(monkeypatch):
         assert row["tokens_per_s"] == pytest.approx(128 / (row["step_ms"] / 1e3))
         assert 0 < row["compile_again_s"] < row["compile_s"] and row["memory_gib"] > 0
     assert rows[0]["params"] == rows[1]["params"] and "ZeroDivisionError" in rows[2]["error"]
-    lines = step_speed.table(rows).splitlines()
+    lines = step_speed.SHEET.table(rows).splitlines()
     assert len(lines) == 5 and lines[-1].endswith("| peer | failed | failed | failed | failed | failed |")
 
 

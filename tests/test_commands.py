@@ -140,11 +140,12 @@ SMALL = {
     "eval": ["--config.eval_batches=1"],
     "data.prepare": ["--help"],
     "experiments.list": [],
-    "experiments.sweep": ["--dry-run"],
+    "experiments.sweep": ["--launcher=print"],
     "experiments.reproduce": ["--help"],
     "experiments.report": ["--help"],
     "experiments.bench": ["--help"],
     "experiments.pack": [],
+    "experiments.launch": [],
 }
 # And by what a command says.
 SHORTER = {"--suite=context": "--targets=8", "train --config=configs/seq2seq.py": "--config.test_lengths=()"}

@@ -157,8 +157,8 @@ def test_bench_decode_makes_rows_of_every_contender(monkeypatch):
     rows = list(decode_speed.measure(rounds=1))
     assert [row["contender"] for row in rows][:2] == ["longview cached", "longview naive"]
     for row in rows[:2]:
-        assert all(row[key] > 0 for key in decode_speed.FIGURES), row
+        assert all(row[key] > 0 for key in decode_speed.SHEET.figures), row
         assert row["tokens_per_s"] == pytest.approx(2e3 / row["token_ms"])
-    first, _, cached, *_ = decode_speed.table([rows[0], dict(rows[1], error="x")]).splitlines()
+    first, _, cached, *_ = decode_speed.SHEET.table([rows[0], dict(rows[1], error="x")]).splitlines()
     assert first.startswith("| mixer | batch | prompt | contender | first token ms |")
     assert cached.startswith("| attention | 2 | 8 | longview cached |")

@@ -47,7 +47,7 @@ def test_a_run_is_killed_resumed_and_compared(norm, monkeypatch):
     row = determinism.measure("configs/debug.py", SMALL | norm, kills=1)
     assert (row["repeated"], row["resumed"], row["identical"]) == ("identical", "identical", True)
     assert (row["steps"], row["kills"], len(row["killed_at"]), row["device"]) == (12, 1, 1, "cpu")
-    assert "12 steps" in determinism.sentence(row) and "| 1 | identical | identical |" in determinism.table([row])
+    assert "12 steps" in determinism.sentence(row) and "| 1 | identical | identical |" in determinism.SHEET.table([row])
 
 
 def test_a_run_that_breaks_is_a_row_and_a_mistake_is_told_at_once(tmp_path):

@@ -18,7 +18,7 @@ from experiments.tables.definitions import TABLES
 from experiments.tables.layout import sheet
 from experiments.tables.table import choose_scale, layout
 from model.errors import UserError
-from tests.processes import fork
+from tests.processes import ROOT, fork
 from tests.test_report import row
 
 DEBUG = "configs/debug.py"
@@ -203,22 +203,36 @@ def test_more_mistakes(tmp_path):
         rows.read_rows(tmp_path / "rows.jsonl")
 
 
-def test_dry_run_prints_commands_that_a_shell_takes_and_makes_nothing(tmp_path):
+def test_print_shows_commands_that_a_shell_takes_anywhere_and_makes_nothing(tmp_path):
     out = tmp_path / "sweep"
     code, printed, _ = call(
         "experiments.sweep", f"--config={DEBUG}:arch=mamba", "--grid=model.mixers=('mamba','attention'),s4d",
-        "--config.steps=5", "--seeds=2", f"--out={out}", "--dry-run",
+        "--config.steps=5", "--seeds=2", f"--out={out}", "--launcher=print",
     )  # fmt: skip
     assert code == 0
     lines = printed.splitlines()
     assert len(lines) == 4
-    words = subprocess.run(["sh", "-c", f"printf '%s\\n' {lines[0]}"], capture_output=True, text=True).stdout
+    there, _, words = lines[0].partition(" && ")
+    assert there == f"cd {ROOT}"
+    words = subprocess.run(["sh", "-c", f"printf '%s\\n' {words}"], capture_output=True, text=True).stdout
     assert words.splitlines() == [
         sys.executable, "-m", "train", f"--config={DEBUG}:arch=mamba",
         f"--workdir={out}/mixers=mamba+attention,seed=0",
         "--config.steps=5", "--config.model.mixers=('mamba', 'attention')", "--config.seed=0",
     ]  # fmt: skip
+    wrong = ["sh", "-c", f"{lines[0]} --config.stepz=1"]
+    told = subprocess.run(wrong, cwd=tmp_path, capture_output=True, text=True, timeout=60).stderr
+    assert told.startswith("error: unknown config key 'stepz'"), "it found the program, and the config file"
     assert not out.exists()
+
+
+def test_print_leaves_out_what_is_finished(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    planned = campaign.plan(expand(DEBUG, seeds=2), tmp_path)
+    (tmp_path / "seed=0").mkdir()
+    (tmp_path / "seed=0" / "result.json").write_text("{}")
+    (line,) = campaign.commands(planned, tmp_path)
+    assert line.endswith(f"--workdir={tmp_path / 'seed=1'} --config.seed=1")
 
 
 def test_list_prints_the_settings_of_what_is_named():

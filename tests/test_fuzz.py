@@ -210,9 +210,9 @@ SWEEP = [
     *([*SWEPT, f"--seeds={text}"] for text in ("0", "-3", "x", "1.5", "", "2147483647", HUGE)),
     [*SWEPT, *(f"--grid=optim.{key}={','.join(map(str, range(1, 101)))}" for key in ("warmup", "lr")), "--seeds=11"],
     *([*SWEPT, f"--launcher={text}"] for text in ("slrum", "")),
-    [*SWEPT, "--launcher=slrum", "--dry-run"],
-    [*SWEPT, "--jobs=0", "--dry-run"],
-    [*SWEPT, "--dry-run=maybe"],
+    [*SWEPT, "--launcher=slrum"],
+    [*SWEPT, "--jobs=0", "--launcher=print"],
+    [*SWEPT, "--launcher="],
     [*SWEPT, "extra"],
     [*SWEPT, "--nonsense"],
     *([*SWEPT, f"--grid={text}"] for text in ("", "=1", "optim.lr", "optim.lr=", "optim.lr=1,,2", "optim.lr=-1")),
@@ -288,6 +288,24 @@ PREPARE = [
     ["mnist", "mnits"],
     *(["mnist", f"--root={text}"] for text in ("", "notes.txt", "notes.txt/x", "/proc/x", LONG)),
 ]
+POD = [f"--config={DEBUG}", "--workdir=/runs/a", "--topology=v5e:16x16", "--image=longview"]
+LAUNCH = [
+    [],
+    POD,
+    *([name, *POD] for name in ("", "gk", "ünï", "gcloud")),
+    ["gke", "extra", *POD],
+    *(["gke", *POD[:i], *POD[i + 1 :]] for i in range(4)),
+    *(["gke", *POD, f"--config={text}"] for text in ("", "nowhere.py", "/etc/passwd", LONG)),
+    *(
+        ["gke", *POD, f"--workdir={text}"]
+        for text in ("", "a", "/", "/a", "gs://a/b", "/a/../b", "/a b/c", "/a/b\n", "/ü/a")
+    ),
+    *(["gke", *POD, f"--topology={text}"] for text in ("", "v5e", "v5:16x16", "v5e:3x3", "0xv5e:16x16", "cpu:8", HUGE)),
+    *(["gke", *POD, f"--image={text}"] for text in ("", "a b", "a'b", "a;b")),
+    *(["gke", *POD, f"--name={text}"] for text in ("", "A", "a_b", "1", "-", "a" * 41)),
+    *(["gke", *POD, f"--storage={text}"] for text in ("A", "gs://b", "a b")),
+    *(["gke", *POD, word] for word in ("--spot=maybe", "--zone=a b", "--nonsense", "--config.steps=0")),
+]
 LINES = {
     "train": TRAIN + from_declarations(),
     "eval": EVAL,
@@ -297,6 +315,7 @@ LINES = {
     "experiments.bench": BENCH,
     "experiments.list": LIST,
     "experiments.pack": PACK,
+    "experiments.launch": LAUNCH,
     "data.prepare": PREPARE,
 }
 

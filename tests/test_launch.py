@@ -36,6 +36,17 @@ if how == "crash":
     sys.exit("first line\\nit broke")
 if how == "leave":
     sys.exit(0)
+if how.isdecimal():  # saves a step before it hangs, so often but once, then hangs twice more
+    tries = len((folder / "log.txt").read_text().splitlines()) + 1
+    if tries < int(how):
+        (folder / "checkpoints" / f"{tries:08d}").mkdir(parents=True)
+        (folder / "checkpoints" / f"{tries:08d}" / "manifest.json").touch()
+    if tries <= int(how) + 1:
+        print(f"hung at try {tries}")
+        sys.exit(75)
+if how == "stuck":
+    print("hung")
+    sys.exit(75)
 result = {"status": "finished", "seed": 0, "metrics": {}, "config_hash": sys.argv[4]}
 (folder / "result.json").write_text(json.dumps(result))
 """
@@ -85,6 +96,21 @@ def test_a_result_of_another_config_is_a_failure(tmp_path):
     result = outcome(local([job(tmp_path, "a"), job(tmp_path, "b", config="def")], 2))
     assert result == {"a": ("done", ""), "b": ("fail", launch.STRAYED)}
     assert [row["status"] for row in rows.collect(tmp_path)] == ["finished", "failed"]
+
+
+def test_a_run_that_asks_to_be_started_again_is(tmp_path):
+    """As often as it likes while it saves further steps, and three times where it does not."""
+    events = list(local([job(tmp_path, "moving", "5", 0.01), job(tmp_path, "stuck", "stuck", 0.01)], 2))
+    told = [event for event in events if event.name == "moving"]
+    assert [event.kind for event in told] == ["start", "again"] * 6 + ["start", "done"]
+    assert told[1].detail == "hung at try 1"
+    told = [event for event in events if event.name == "stuck"]
+    assert [event.kind for event in told] == ["start", "again"] * 3 + ["start", "fail"]
+    assert told[-1].detail == "started again 3 times and came no further than step 0: hung"
+    assert rows.row_of(tmp_path / "stuck")["error"] == told[-1].detail
+    # Called again it is tried anew, as often.
+    kinds = [event.kind for event in local([job(tmp_path, "stuck", "stuck", 0.01)], 1) if event.kind != "tick"]
+    assert kinds == ["start", "again"] * 3 + ["start", "fail"]
 
 
 def test_a_run_comes_after_the_one_it_begins_with(tmp_path):

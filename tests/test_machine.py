@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.running import campaign, folders, launch
+from experiments.running import folders, launch
 from experiments.running.launch import Job, local
 from experiments.running.machine import Claims, Machine, Slots, environment, look, share, shares
 from experiments.running.runs import RunSpec
@@ -118,7 +118,6 @@ def two_gpus(tmp_path, monkeypatch) -> Machine:
     """A machine with a folder of claims to itself, which no other test's launcher looks at."""
     machine = Machine(CORES, ("2", "3"), "CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(launch, "look", lambda: machine)
-    monkeypatch.setattr(campaign, "look", lambda: machine)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
     return machine
@@ -131,6 +130,24 @@ def test_every_slot_has_its_device_and_its_cores(two_gpus, tmp_path):
     assert [run["XLA_PYTHON_CLIENT_MEM_FRACTION"] for run in (a, b)] == [None, None]
     assert tuple(sorted(a["cores"] + b["cores"])) == CORES or len(CORES) == 1
     assert Claims().take(["cuda-2", "cuda-3", *(f"core-{core}" for core in CORES)]), "let go of at the end"
+
+
+def test_eight_runs_keep_four_devices_busy(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "look", lambda: Machine(CORES, tuple("0123"), "CUDA_VISIBLE_DEVICES"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    jobs = [job(tmp_path, f"run{i}", 0.6 + 0.4 * (i % 2)) for i in range(8)]  # they do not end together
+    running, most = set(), 0
+    for event in local(jobs):
+        running |= {event.name} if event.kind == "start" else set()
+        running -= {event.name} if event.kind == "done" else set()
+        on = [
+            seen(tmp_path, name)["CUDA_VISIBLE_DEVICES"] for name in running if (tmp_path / name / "seen.json").exists()
+        ]
+        assert len(on) == len(set(on)), "two runs on one device"
+        most = max(most, len(on))
+    assert most == 4 and all(folders.finished(one.folder) for one in jobs)
+    used = [seen(tmp_path, one.name)["CUDA_VISIBLE_DEVICES"] for one in jobs]
+    assert set(used) == set("0123")
 
 
 @pytest.mark.skipif(len(CORES) < 2, reason="one core cannot be shared out")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.measurements import torch_attention
-from experiments.measurements.speed import Contender, Setting, compiled
+from experiments.measurements.speed import Contender, Setting, compiled, sheet
 from model.ops.attention import IMPLEMENTATIONS, Bias, attention
 from model.ops.mask import CAUSAL, Prefix, block_matrix, window
 from model.ops.patterns import BigBird
@@ -28,7 +28,7 @@ SHAPES = {
     "cpu": dict(batches={2048: 1}, heads=8, head_dim=64, dtype="float32"),
 }
 DENSE_BYTES = 2**32  # scores that the dense form may hold at once
-LEAD = {"n": "n", "case": "case"}
+SHEET = sheet({"n": "n", "case": "case"})
 
 
 def settings() -> Iterator[Setting]:

@@ -18,6 +18,7 @@ from configs import base
 from eval.generate import BLOCK, decode, for_steps, prefill
 from eval.sample import Sampling
 from experiments.measurements import torch_decode
+from experiments.measurements.sheet import Sheet
 from experiments.measurements.speed import COMPILING, Setting, compiled_twice
 from model import build, entries
 from model.asked import Asked
@@ -30,11 +31,15 @@ SIZES = {
 }
 BATCHES = (1, 8, 64)
 FROM_SCRATCH = 4  # tokens that are made by reading all before them: each takes as long as the next
-LEAD = {"case": "mixer", "batch": "batch", "prompt": "prompt"}
-FIGURES = {
-    **{"first_ms": "first token ms", "token_ms": "ms a token", "tokens_per_s": "tokens/s, all rows"},
-    **COMPILING,
-}
+SHEET = Sheet(
+    {"case": "mixer", "batch": "batch", "prompt": "prompt", "contender": "contender"},
+    {
+        "first_ms": ("first token ms", ".1f"),
+        "token_ms": ("ms a token", ".3f"),
+        "tokens_per_s": ("tokens/s, all rows", ",.0f"),
+        **COMPILING,
+    },
+)
 
 # Made ready: seconds to the first token, and seconds for each of the others, of one turn.
 Turn = Callable[[], tuple[float, float]]
@@ -142,26 +147,3 @@ def naive(setting: Setting) -> tuple[Turn, dict[str, float]]:
         return times[1] - times[0], (times[-1] - times[1]) / FROM_SCRATCH
 
     return turn, compiling
-
-
-def figure(row: dict[str, Any], key: str) -> str:
-    if key not in row:
-        return "failed" if "error" in row else "-"
-    return (
-        f"{row[key]:,.0f}" if key == "tokens_per_s" else f"{row[key]:.3f}" if key == "token_ms" else f"{row[key]:.1f}"
-    )
-
-
-def sentence(row: dict[str, Any]) -> str:
-    figures = row.get("error") or ", ".join(f"{figure(row, key)} {title}" for key, title in FIGURES.items())
-    return f"{' '.join(str(row[key]) for key in LEAD)}, {row['contender']}: {figures}"
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a line per setting and contender."""
-    titles = [*LEAD.values(), "contender", *FIGURES.values()]
-    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
-    for row in rows:
-        named = [f"{row[key]:,}" if isinstance(row[key], int) else str(row[key]) for key in (*LEAD, "contender")]
-        lines.append("| " + " | ".join(named + [figure(row, key) for key in FIGURES]) + " |")
-    return "\n".join(lines) + "\n"

@@ -20,6 +20,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from experiments.measurements.sheet import Sheet
 from experiments.running import folders
 from experiments.running.runs import RunSpec, Value, command, texts, with_argument
 from model.errors import UserError
@@ -169,25 +170,18 @@ def sentence(row: Mapping) -> str:
     )
 
 
-COLUMNS = {
-    "config": "config",
-    "width": "width",
-    "layers": "layers",
-    "length": "length",
-    "dtype": "dtype",
-    "steps": "steps",
-    "kills": "kills",
-    "repeated": "run again",
-    "resumed": "killed and resumed",
-    "steps_per_s": "steps/s",
-    "not_deterministic_steps_per_s": "steps/s, deterministic=False",
-}
-
-
-def table(rows: list[dict]) -> str:
-    """Markdown, a line per config."""
-    lines = ["| " + " | ".join(COLUMNS.values()) + " |", "|" + "---|" * len(COLUMNS)]
-    for row in rows:
-        missing = "failed" if "error" in row else ""
-        lines.append("| " + " | ".join(str(row.get(key, missing)) for key in COLUMNS) + " |")
-    return "\n".join(lines) + "\n"
+SHEET = Sheet(
+    {"config": "config"},
+    {
+        "width": ("width", ""),
+        "layers": ("layers", ""),
+        "length": ("length", ""),
+        "dtype": ("dtype", ""),
+        "steps": ("steps", ""),
+        "kills": ("kills", ""),
+        "repeated": ("run again", ""),
+        "resumed": ("killed and resumed", ""),
+        "steps_per_s": ("steps/s", ""),
+        "not_deterministic_steps_per_s": ("steps/s, deterministic=False", ""),
+    },
+)

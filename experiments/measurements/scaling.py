@@ -235,19 +235,23 @@ def room() -> float:
 def expected(rows: Sequence[Row], claimed: float, length: int) -> tuple[float, float]:
     """Seconds that the next measurement of a mixer will compile and run; none where none was made.
 
-    Running grows as it did last or as is claimed, whichever is more: in short rows overhead hides growth.
+    Compiling takes as long as last: what else compiled at the time tells more than the length. Running grows as it did
+    last or as is claimed, whichever is more: in short rows overhead hides growth.
     """
     if not rows:
         return 0.0, 0.0
-    return grown(rows, "compile_s", 0, length), running(grown(rows, "seconds", claimed, length))
+    return rows[-1]["compile_s"], running(grown(rows, claimed, length))
 
 
-def grown(rows: Sequence[Row], key: str, least: float, length: int) -> float:
+def grown(rows: Sequence[Row], least: float, length: int) -> float:
+    """Seconds that a step of so many tokens will take."""
     *before, last = rows
     powers = [
-        np.log(last[key] / row[key]) / np.log(last["length"] / row["length"]) for row in before[-1:] if row[key] > 0
+        np.log(last["seconds"] / row["seconds"]) / np.log(last["length"] / row["length"])
+        for row in before[-1:]
+        if row["seconds"] > 0
     ]
-    return last[key] * (length / last["length"]) ** max(least, *powers, 0)
+    return last["seconds"] * (length / last["length"]) ** max([least, *powers])
 
 
 def survey(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.measurements import torch_scan
-from experiments.measurements.speed import Contender, Setting, compiled
+from experiments.measurements.speed import Contender, Setting, compiled, sheet
 from model.ops.conv import fft_conv
 from model.ops.scan import selective_scan
 from model.ops.ssd import ssd
@@ -41,7 +41,7 @@ SIZES = {
     },
 }
 SCANS = {"gpu": ("associative", "chunked", "fused"), "cpu": ("associative", "chunked", "chunked_serial", "stepped")}
-LEAD = {"case": "case", "batch": "batch", "length": "length"}
+SHEET = sheet({"case": "case", "batch": "batch", "length": "length"})
 
 
 def settings() -> Iterator[Setting]:

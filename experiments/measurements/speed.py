@@ -11,16 +11,24 @@ import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
+from experiments.measurements.sheet import Sheet
 from model.errors import UserError
 
 MIB = 2**20
-COMPILING = {"compile_s": "s to compile", "compile_again_s": "s from the cache"}
+COMPILING = {"compile_s": ("s to compile", ".1f"), "compile_again_s": ("s from the cache", ".1f")}
+FORWARD, GRADIENT = {"forward_ms": ("forward ms", ".2f")}, {"gradient_ms": ("with gradient ms", ".2f")}
+MEMORY = {"temp_mib": ("temporary MiB", ",.0f")}
 LEAST = 0.2  # seconds that a round lasts
 
 # Forward; gradient; and what else a row says: what the gradient needs beside its inputs and outputs, and of ours how
 # long it was compiled.
 Contender = tuple[Callable[[], Any], Callable[[], Any], Callable[[], dict[str, float]]]
 Setting = dict[str, Any]
+
+
+def sheet(named: dict[str, str]) -> Sheet:
+    """Of contenders in settings; a setting's keys -> their headings."""
+    return Sheet(named | {"contender": "contender"}, FORWARD | GRADIENT | MEMORY)
 
 
 def measure(
@@ -157,22 +165,3 @@ def finish(result: Any) -> None:
     torch = cuda_torch()
     if torch is not None:
         torch.cuda.synchronize()
-
-
-FIGURES = {"forward_ms": "forward ms", "gradient_ms": "with gradient ms", "temp_mib": "temporary MiB"}
-
-
-def table(rows: list[dict[str, Any]], lead: dict[str, str]) -> str:
-    """Markdown: a line per setting and contender. lead: a setting's keys -> their headings."""
-    titles = [*lead.values(), "contender", *FIGURES.values()]
-    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
-    for row in rows:
-        named = [f"{row[key]:,}" if isinstance(row[key], int) else str(row[key]) for key in (*lead, "contender")]
-        lines.append(
-            "| " + " | ".join(named + ["failed" if "error" in row else figure(row, key) for key in FIGURES]) + " |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def figure(row: dict[str, Any], key: str) -> str:
-    return f"{row[key]:,.0f}" if key == "temp_mib" else f"{row[key]:.2f}"

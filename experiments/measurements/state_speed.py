@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments.measurements import speed
+from experiments.measurements.sheet import Sheet
 from experiments.measurements.speed import Contender, Setting
 from model import placement
 from model.errors import UserError, choose
@@ -16,10 +17,11 @@ from model.ops.fused import AMPERE
 HEADS, SIZE, DTYPE = 16, 128, "bfloat16"
 SHAPES = {"2x8192": (2, 8192), "1x65536": (1, 65_536)}  # rows x tokens
 KINDS = ("plain", "head", "channels", "delta", "gated delta")
-FIGURES = {
-    **{"forward_ms": "forward ms", "forward_ratio": "x plain", "gradient_ms": "with gradient ms"},
-    **{"gradient_ratio": "x plain", "temp_mib": "temporary MiB"},
-}
+RATIO = ("x plain", ".2f")
+SHEET = Sheet(
+    {"batch": "batch", "length": "length", "contender": "kind"},
+    speed.FORWARD | {"forward_ratio": RATIO} | speed.GRADIENT | {"gradient_ratio": RATIO} | speed.MEMORY,
+)
 
 
 def measure(kinds: Sequence[str], shapes: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
@@ -76,22 +78,3 @@ def inputs(kind: str, setting: Setting) -> dict[str, jax.Array]:
     if "delta" in kind:
         made["beta"] = jax.nn.sigmoid(jax.random.normal(keys[4], shape[:3]))
     return made
-
-
-def sentence(row: dict[str, Any]) -> str:
-    figures = row.get("error") or ", ".join(f"{figure(row, key)} {title}" for key, title in FIGURES.items())
-    return f"{row['batch']} x {row['length']}, {row['contender']}: {figures}"
-
-
-def figure(row: dict[str, Any], key: str) -> str:
-    return "failed" if key not in row else speed.figure(row, key)
-
-
-def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown: a line per shape and kind."""
-    titles = ["batch", "length", "kind", *FIGURES.values()]
-    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
-    for row in rows:
-        named = [f"{row['batch']:,}", f"{row['length']:,}", row["contender"]]
-        lines.append("| " + " | ".join(named + [figure(row, key) for key in FIGURES]) + " |")
-    return "\n".join(lines) + "\n"

@@ -15,6 +15,7 @@ import jax
 from data import pipeline
 from experiments.measurements import torch_step
 from experiments.measurements.overhead import step_alone
+from experiments.measurements.sheet import Sheet
 from experiments.measurements.speed import COMPILING, compiled_bytes, compiled_twice
 from model.errors import UserError, out_of_memory
 from train import config as configs
@@ -46,12 +47,10 @@ CASES = {
     ],
 }
 STEPS = {"gpu": 10, "cpu": 3}  # of a round
-FIGURES = {
-    "step_ms": "ms a step",
-    "tokens_per_s": "tokens/s",
-    "memory_gib": "GiB",
-    **COMPILING,
-}
+SHEET = Sheet(
+    {"case": "case", "batch": "batch", "length": "length", "width": "width", "contender": "contender"},
+    {"step_ms": ("ms a step", ".1f"), "tokens_per_s": ("tokens/s", ",.0f"), "memory_gib": ("GiB", ".1f"), **COMPILING},
+)
 
 
 def measure(rounds: int) -> Iterator[Row]:
@@ -99,25 +98,3 @@ def ours(spec: str, form: list[tuple[str, str]], steps: int) -> tuple[Iterator[f
     step, found = compiled_twice(lambda: run.train_step.lower(run.abstract, batch).compile())
     found |= dict(memory_gib=compiled_bytes(step) / GIB, params=run.params)
     return step_alone(replace(run, train_step=step), steps), found
-
-
-def sentence(row: Row) -> str:
-    known = {key: title for key, title in FIGURES.items() if key in row}
-    figures = row.get("error") or ", ".join(f"{figure(row, key)} {title}" for key, title in known.items())
-    return f"{row['case']}, {row['batch']} x {row['length']}, {row['contender']}: {figures}"
-
-
-def figure(row: Row, key: str) -> str:
-    if key not in row:
-        return "failed" if "error" in row else ""
-    return f"{row[key]:,.0f}" if key == "tokens_per_s" else f"{row[key]:.1f}"
-
-
-def table(rows: list[Row]) -> str:
-    """Markdown: a line per case and form."""
-    titles = ["case", "batch", "length", "width", "contender", *FIGURES.values()]
-    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
-    for row in rows:
-        named = [row["case"], *(f"{row[key]:,}" for key in ("batch", "length", "width")), row["contender"]]
-        lines.append("| " + " | ".join(named + [figure(row, key) for key in FIGURES]) + " |")
-    return "\n".join(lines) + "\n"

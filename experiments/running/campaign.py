@@ -1,18 +1,19 @@
 """Many runs under one folder, from checked configs to rows: what `sweep` and `reproduce` have in common."""
 
+import os
 import shlex
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ml_collections import ConfigDict
 
 from experiments.running import folders
-from experiments.running.launch import LAUNCHERS, Job
-from experiments.running.machine import look
+from experiments.running.launch import Event, Job, local
 from experiments.running.progress import Tally, follow
 from experiments.running.runs import RunSpec, command, names, texts
+from experiments.running.slurm import slurm
 from experiments.tables import rows
 from model.errors import UserError, choose
 from train import config as configs
@@ -25,6 +26,7 @@ class Planned:
 
 
 Plan = Mapping[str, Planned]  # by folder name
+LAUNCHERS: Mapping[str, Callable[..., Iterator[Event]]] = {"local": local, "slurm": slurm}
 
 
 def plan(runs: Iterable[RunSpec], out: Path) -> dict[str, Planned]:
@@ -51,24 +53,30 @@ def repeats(runs: Iterable[RunSpec], planned: Plan) -> list[str]:
 
 
 def commands(planned: Plan, out: Path) -> list[str]:
-    """The shell command of every run, for reading or for another scheduler."""
-    return [shlex.join(command(item.run, out / name)) for name, item in planned.items()]
+    """What a shell anywhere that sees these folders takes to train each run that is not finished."""
+    left = {name: item for name, item in planned.items() if not folders.finished(out / name)}
+    here = shlex.join(["cd", os.getcwd()])
+    return [f"{here} && {shlex.join(command(item.run, out / name))}" for name, item in left.items()]
 
 
-def carry_out(planned: Plan, out: Path, slots: int | None = None, launcher: str = "local") -> Tally:
-    """Runs what is not finished yet and leaves everyone's row, the failed ones' too, in `rows.jsonl`."""
+def carry_out(planned: Plan, out: Path, slots: int | None = None, launcher: str = "local", **options: str) -> Tally:
+    """Runs what is not finished yet and leaves everyone's row, the failed ones' too, in `rows.jsonl`.
+
+    options: what this launcher takes beside the jobs and how many run at once.
+    """
     launch = choose("launcher", launcher, LAUNCHERS)
     if slots is not None and slots < 1:
         raise UserError(f"--jobs={slots} would never start a run; give 1 or more")
-    for name, item in planned.items():
-        folders.claim(out / name, item.run, item.config_hash)
     # Every setting's first seed first: later seeds find its program compiled, and a table fills evenly.
     ordered = sorted(planned, key=lambda name: planned[name].run.overrides.get("seed", 0))
     jobs = [
         Job(name, command(run, out / name), out / name, after=run.source_name)
         for name, run in ((name, planned[name].run) for name in ordered)
     ]
-    tally = follow(launch(jobs, slots or look().slots), out, len(jobs))
+    events = launch(jobs, slots, **options)
+    for name, item in planned.items():
+        folders.claim(out / name, item.run, item.config_hash)
+    tally = follow(events, out, len(jobs))
     made = rows.collect(out)
     rows.write(out / "rows.jsonl", made)
     for row in made:

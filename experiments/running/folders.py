@@ -1,7 +1,8 @@
 """A run's folder: the only thing experiments know a run by.
 
 Training writes `config.json`, `metrics.jsonl` and, once finished, `result.json`. A sweep adds `run.json`
-(what it asks for), `log.txt` (what training printed) and `failed.json` (how it last ended, if badly).
+(what it asks for), `log.txt` (what training printed), `failed.json` (how it last ended, if badly) and `restarts.json`
+(how often it was started again without coming further).
 """
 
 import fcntl
@@ -14,6 +15,7 @@ from typing import Any
 from experiments.running.runs import RunSpec
 from model.errors import UserError
 from train import workdir
+from train.manifest import MANIFEST, step_of
 
 
 def make(folder: Path) -> None:
@@ -72,6 +74,11 @@ def last_line(path: Path, size: int = 4096) -> str:
         file.seek(max(0, path.stat().st_size - size))
         lines = file.read().decode(errors="replace").splitlines()
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+def saved(folder: Path) -> int:
+    """The newest step that a run would resume from; 0 where there is none."""
+    return max((step_of(path.parent) or 0 for path in folder.glob(f"checkpoints/*/{MANIFEST}")), default=0)
 
 
 def position(folder: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +12,10 @@ from typing import Literal
 
 from experiments.running import folders
 from experiments.running.machine import Grant, Slots, look
+from train.exit_codes import RESTART
 
 POLL_S = 0.1
+RESTARTS = 3  # of a run that comes no further, until it has failed
 IN_USE = "another process is training it"
 NO_DEVICE = "its accelerators serve another sweep"
 STRAYED = "its config file was changed after the sweep began"
@@ -29,16 +31,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Event:
-    kind: Literal["skip", "start", "done", "fail", "wait", "tick", "stop"]
+    kind: Literal["skip", "start", "done", "fail", "wait", "again", "note", "tick", "stop"]
     name: str = ""
     detail: str = ""
 
 
 Running = dict[int, tuple[Job, subprocess.Popen]]  # by slot
-Launcher = Callable[[Sequence[Job], int], Iterator[Event]]
 
 
-def local(jobs: Sequence[Job], slots: int) -> Iterator[Event]:
+def local(jobs: Sequence[Job], slots: int | None = None) -> Iterator[Event]:
     """Runs jobs as processes of this machine, `slots` at a time, each on its share of the cores and accelerators.
 
     SIGTERM or SIGINT is passed on as SIGTERM, so that every run saves before it ends; a second one kills.
@@ -46,8 +47,9 @@ def local(jobs: Sequence[Job], slots: int) -> Iterator[Event]:
     yield from (Event("skip", job.name) for job in jobs if folders.finished(job.folder))
     todo = [job for job in jobs if not folders.finished(job.folder)]
     running: Running = {}
-    places = Slots(look(), slots)
-    with _signals() as received:
+    machine = look()
+    places = Slots(machine, slots or machine.slots)
+    with signals() as received:
         try:
             while (todo or running) and not received:
                 yield from _reap(running, todo)
@@ -68,7 +70,7 @@ def _reap(running: Running, todo: list[Job]) -> Iterator[Event]:
         if process.poll() is not None:
             del running[slot]
             event = ended(job, process.returncode)
-            if event.kind == "wait":
+            if event.kind in ("wait", "again"):
                 todo.append(job)
             yield event
 
@@ -86,7 +88,7 @@ def _fill(running: Running, todo: list[Job], places: Slots) -> Iterator[Event]:
             continue
         if job.after and not folders.finished(job.folder.parent / job.after):
             todo.remove(job)
-            yield failed(job, 2, f"it begins with the parameters of {job.after}, which has no result")
+            yield without_source(job)
             continue
         if folders.in_use(job.folder):
             yield Event("wait", job.name, IN_USE)
@@ -104,9 +106,6 @@ def _fill(running: Running, todo: list[Job], places: Slots) -> Iterator[Event]:
         yield Event("start", job.name)
 
 
-LAUNCHERS: Mapping[str, Launcher] = {"local": local}
-
-
 def ended(job: Job, code: int) -> Event:
     """What the end of a run's process means; a failure is also left in the folder, for the table."""
     if folders.strayed(job.folder):
@@ -116,11 +115,32 @@ def ended(job: Job, code: int) -> Event:
     error = folders.last_line(job.folder / "log.txt")
     if code == 2 and " is in use by " in error:  # another process was first by a moment
         return Event("wait", job.name, IN_USE)
+    if code == RESTART:
+        return again(job, error)
     if code == 0:
         error = "stopped before its last step; run again to continue"
     elif code < 0:
         error = f"killed by {signal.Signals(-code).name}"
     return failed(job, code, error)
+
+
+def again(job: Job, error: str) -> Event:
+    """A run that asks to be started again; a failure once it has asked too often without having saved a later step.
+
+    The count is left in the folder: whoever starts the run next goes on with it.
+    """
+    file, saved = job.folder / "restarts.json", folders.saved(job.folder)
+    before = folders.read_json(file, saved=int, times=int) or {"saved": saved, "times": 0}
+    times = 1 + (before["times"] if before["saved"] == saved else 0)
+    if times > RESTARTS:
+        file.unlink()
+        return failed(job, RESTART, f"started again {RESTARTS} times and came no further than step {saved}: {error}")
+    folders.write_json(file, {"saved": saved, "times": times})
+    return Event("again", job.name, error)
+
+
+def without_source(job: Job) -> Event:
+    return failed(job, 2, f"it begins with the parameters of {job.after}, which has no result")
 
 
 def failed(job: Job, code: int, error: str) -> Event:
@@ -149,7 +169,7 @@ def _start(job: Job, grant: Grant) -> subprocess.Popen:
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
+def signals() -> Iterator[list[int]]:
     """Collects SIGTERM and SIGINT in a list instead of acting on them."""
     received: list[int] = []
     former = {s: signal.signal(s, lambda number, _: received.append(number)) for s in (signal.SIGTERM, signal.SIGINT)}

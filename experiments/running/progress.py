@@ -60,7 +60,7 @@ def follow(events: Iterable[Event], out: Path, total: int) -> Tally:
         with Live(console=console, refresh_per_second=4, transient=True) as live:
             for event in events:
                 tally.add(event)
-                if event.kind in ("fail", "stop"):
+                if event.kind in ("fail", "again", "note", "stop"):
                     live.console.print(_line(event, tally))
                 live.update(_table(tally, out))
     else:

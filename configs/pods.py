@@ -24,10 +24,10 @@ SHAPES = {"125m": dict(width=768, layers=12), "1b3": dict(width=2048, layers=24)
 # Width of the MLPs, or for those without any the number of layers.
 MATCHED = {
     "attention": {"125m": 2048, "1b3": 5504, "7b": 13_824},
-    "s4d": {"125m": 2560, "1b3": 6144, "7b": 16_128},
-    "gated_deltanet": {"125m": 1024, "1b3": 2816, "7b": 6912},
-    "hybrid": {"125m": 1024, "1b3": 3072, "7b": 9216},
-    "mamba2": {"125m": 24, "1b3": 48, "7b": 66},
+    "s4d": {"125m": 2560, "1b3": 6720, "7b": 14_464},
+    "gated_deltanet": {"125m": 1024, "1b3": 2816, "7b": 6336},
+    "hybrid": {"125m": 768, "1b3": 4096, "7b": 9216},
+    "mamba2": {"125m": 24, "1b3": 48, "7b": 62},
 }
 HEAD = {"125m": 64, "1b3": 128, "7b": 128}  # channels
 PARAMS = {"125m": 125e6, "1b3": 1.3e9, "7b": 7e9, "8x1b3": 7e9}

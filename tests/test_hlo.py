@@ -28,7 +28,11 @@ def lowered(exchange):
         return lax.fori_loop(0, ROUNDS, lambda _, x: exchange(jnp.tanh(x @ w)), x), None
 
     run = jax.shard_map(
-        lambda x, ws: lax.scan(layer, x, ws)[0], mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), check_vma=False
+        lambda x, ws: lax.scan(layer, x, ws)[0],
+        mesh=mesh,
+        in_specs=(P("data"), P()),
+        out_specs=P("data"),
+        check_vma=False,
     )
     x = jax.ShapeDtypeStruct((2 * ROWS, WIDTH), jnp.bfloat16)
     return jax.jit(run).lower(x, jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.bfloat16))

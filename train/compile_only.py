@@ -35,7 +35,7 @@ from train.sharding import standing_for
 Row = dict[str, Any]
 ROOM = 0.95  # of a chip's memory; the rest is the runtime's and lost between arrays
 LOWERED_FOR = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
-# How fast a program runs here is of no interest, only what one device does and holds. Barriers, by which layers made anew
+# How fast a program runs here is of no interest, only what a device does and holds. Barriers, by which layers made anew
 # for the backward pass wait for their turn, are dropped by a CPU's compiler before it decides what comes when, and by
 # accelerators' only afterwards.
 ESTIMATED = {

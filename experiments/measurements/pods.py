@@ -4,7 +4,6 @@ Each is compiled in a process of its own (`train.compile_only`), by the TPU's co
 the CPU's for as many devices. What two targets share, such as the meshes of v5e-256 and v6e-256, is compiled once.
 """
 
-import json
 import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor

@@ -34,8 +34,8 @@ PARAMS = {"125m": 125e6, "1b3": 1.3e9, "7b": 7e9, "8x1b3": 7e9}
 RATES = {"125m": 6e-4, "1b3": 3e-4, "7b": 3e-4, "8x1b3": 3e-4}
 TARGETS = {"v5e-256": "v5e:16x16", "v5p-128": "v5p:4x4x4", "v6e-256": "v6e:16x16", "h100-64": "h100:64"}
 CHIPS = {"v5e-256": 256, "v5p-128": 64, "v6e-256": 256, "h100-64": 64}
-# Tokens of a step on a chip.
-TOKENS = {"125m": 8192, "1b3": 8192, "7b": 16_384, "8x1b3": 8192}
+TOKENS = 8192  # of a step on a chip, if rows are no longer
+TENSOR = {"v5p-128": 2}  # of the models of 7B: on paper as fast as fsdp alone
 LONG = 65_536  # from here on the length is shared out
 LONGEST = 2**20
 
@@ -95,23 +95,22 @@ def use(c: ConfigDict, arch: str, size: str) -> None:
 def lay_out(c: ConfigDict, size: str, target: str, length: int) -> None:
     """The mesh, and how many rows a step has.
 
-    Small models go whole to every chip (data). Larger ones are shared out over all (fsdp), across the nodes of GPUs as
-    copies; those of 7B have their matrices cut in four besides (tensor), experts lie on eight. Long rows are cut into
-    stretches, on all axes that there are no rows for.
+    Small models go whole to every chip (data). Larger ones are shared out over all of them (fsdp), on GPUs over those of
+    a node, which have copies (data). Experts lie on eight. Long rows are cut into stretches (sequence).
     """
     chips, gpus = CHIPS[target], target.startswith("h100")
     mesh = dict(data=1, fsdp=1, tensor=1, sequence=1, expert=1)
     if length >= LONG:
-        mesh["sequence"] = min(chips, max(length // (TOKENS[size] * 2), 1))
+        mesh["sequence"] = min(chips, length // (2 * TOKENS))
     if size == "8x1b3":
         mesh["expert"] = min(8, chips // mesh["sequence"])
-    if size == "7b" and not gpus and mesh["sequence"] == 1:
-        mesh["tensor"] = 4
+    if size == "7b":
+        mesh["tensor"] = TENSOR.get(target, 1)
     rest = chips // (mesh["sequence"] * mesh["expert"] * mesh["tensor"])
     copies = rest if size == "125m" else min(8, rest) if gpus else 1
     mesh["data"], mesh["fsdp"] = copies, rest // copies
     c.mesh.update(mesh)
     rows = copies * mesh["fsdp"] * mesh["expert"]
-    c.batch_size = max(rows, chips * TOKENS[size] // length)
+    c.batch_size = max(rows, chips * TOKENS // length)
     if mesh["sequence"] > 1:  # parameters lie on the devices of a row's stretches too
         c.mesh.rules = tuple((name, (*axes, "sequence") if name == "embed" else axes) for name, axes in c.mesh.rules)

@@ -145,8 +145,8 @@ def at(o: Operands, i: jax.Array, j: jax.Array) -> Operands:
 def after(x: jax.Array, pair: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """A pair of blocks that is known no sooner than x.
 
-    Masks follow from pairs and positions, which no layer changes, and JAX takes what is the same in every round out of a
-    loop over layers: the masks of all tiles would be made before it, and be held together, L M of them.
+    Masks follow from pairs and positions, which no layer changes, and JAX takes what is the same in every round out of
+    a loop over layers: the masks of all tiles would be made before it, and be held together, L M of them.
     """
     pair, _ = lax.optimization_barrier((pair, x[(0,) * x.ndim]))
     return pair

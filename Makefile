@@ -6,7 +6,7 @@ VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(VERSION))
 BIN := $(VENV)/bin
 TESTS ?= tests
 
-.PHONY: quickstart test scale parity lint setup clean
+.PHONY: quickstart test scale parity pods lint setup clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python -m experiments.reproduce quickstart
@@ -24,6 +24,10 @@ scale: $(VENV)/ready-dev
 # The same weights in torch and transformers give the same outputs and gradients.
 parity: $(VENV)/ready-parity
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/parity
+
+# Every pod config compiled for its machine, by whichever compiler this one has; takes up where it stopped.
+pods: $(VENV)/ready
+	$(BIN)/python -m experiments.bench pods --out=runs/bench_pods.jsonl
 
 lint: $(VENV)/ready-dev
 	$(BIN)/ruff check .

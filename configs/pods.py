@@ -26,7 +26,7 @@ MATCHED = {
     "attention": {"125m": 2048, "1b3": 5504, "7b": 13_824},
     "s4d": {"125m": 2560, "1b3": 6720, "7b": 14_464},
     "gated_deltanet": {"125m": 1024, "1b3": 2816, "7b": 6336},
-    "hybrid": {"125m": 768, "1b3": 4096, "7b": 9216},
+    "hybrid": {"125m": 1632, "1b3": 4288, "7b": 9728},
     "mamba2": {"125m": 24, "1b3": 48, "7b": 62},
 }
 HEAD = {"125m": 64, "1b3": 128, "7b": 128}  # channels
@@ -73,9 +73,8 @@ def use(c: ConfigDict, arch: str, size: str) -> None:
     mamba2 = dict(state=128, n_groups=8 if size == "7b" else 1)
     mixer = "attention" if arch == "moe" else arch
     matched = choose("arch", mixer, MATCHED)[size]
-    if arch == "hybrid":  # seven of Mamba-2, one of attention without positions, as Jamba has them (arXiv:2403.19887)
-        c.model.update(dict(mixers=("mamba2",) * 3 + ("attention",) + ("mamba2",) * 4, attention=attention))
-        c.model.update(dict(mamba2=mamba2, layers=16 if size == "125m" else shape["layers"]))
+    if arch == "hybrid":  # three of Mamba-2 and one of attention in turn, which takes its positions from them
+        c.model.update(dict(mixers=("mamba2", "mamba2", "attention", "mamba2"), attention=attention, mamba2=mamba2))
     else:
         archs.use(c, mixer)
     if mixer == "attention":
@@ -95,17 +94,17 @@ def use(c: ConfigDict, arch: str, size: str) -> None:
 def lay_out(c: ConfigDict, size: str, target: str, length: int) -> None:
     """The mesh, and how many rows a step has.
 
-    Small models go whole to every chip (data). Larger ones are shared out over all of them (fsdp), on GPUs over those of
-    a node, which have copies (data). Experts lie on eight. Long rows are cut into stretches (sequence).
+    Small models go whole to every chip (data). Larger ones are shared out over all of them (fsdp); on GPUs over those
+    of a node, and nodes have copies (data). Experts lie on eight. Long rows are cut into stretches (sequence).
     """
     chips, gpus = CHIPS[target], target.startswith("h100")
     mesh = dict(data=1, fsdp=1, tensor=1, sequence=1, expert=1)
-    if length >= LONG:
-        mesh["sequence"] = min(chips, length // (2 * TOKENS))
     if size == "8x1b3":
-        mesh["expert"] = min(8, chips // mesh["sequence"])
+        mesh["expert"] = 8
     if size == "7b":
         mesh["tensor"] = TENSOR.get(target, 1)
+    if length >= LONG:
+        mesh["sequence"] = min(chips // (mesh["expert"] * mesh["tensor"]), length // (2 * TOKENS))
     rest = chips // (mesh["sequence"] * mesh["expert"] * mesh["tensor"])
     copies = rest if size == "125m" else min(8, rest) if gpus else 1
     mesh["data"], mesh["fsdp"] = copies, rest // copies

@@ -64,17 +64,24 @@ class Compiled:
         return self.argument_bytes + self.output_bytes + self.temporary_bytes
 
 
-def measure(config: ConfigDict, topology: Topology, lower: bool = True) -> Row:
-    """What is to be said of a step on a topology, as a row. `play_devices` must have been called before."""
-    devices, why = devices_of(topology)
-    run = prepare(config, devices=devices)
-    row: Row = {"topology": str(topology), "chips": topology.chips, "why": why}
-    if lower and why:
-        row["lowered_for"], row["lower_s"] = lowered_for(config, topology)
-    if devices is None and not why:
-        row["why"] = ""
-    compiled = compiled_natively(run) if devices is not None else compiled_here(run)
-    return row | figures(run, topology, compiled)
+def measure(config: ConfigDict, *topologies: Topology) -> list[Row]:
+    """What is to be said of a step on each topology. All have as many chips; `play_devices` must have been called.
+
+    Those that no compiler of their own is to be had for share a program.
+    """
+    rows, here = [], None
+    for topology in topologies:
+        devices, why = devices_of(topology)
+        row: Row = {"topology": str(topology), "chips": topology.chips, "why": why}
+        if why:
+            row["lowered_for"], row["lower_s"] = lowered_for(config, topology)
+        run = prepare(config, devices=devices)
+        if devices is None:
+            compiled = here = here or compiled_here(run)
+        else:
+            compiled = compiled_natively(run)
+        rows.append(row | figures(run, topology, compiled))
+    return rows
 
 
 def play_devices(topology: Topology) -> None:
@@ -257,7 +264,7 @@ def lines(row: Row) -> Iterable[str]:
 
 
 def main(config: ConfigDict, topology: Topology) -> int:
-    row = measure(config, topology)
+    (row,) = measure(config, topology)
     for line in lines(row):
         print(line)
     return 0 if row["fits"] else 1

@@ -1,7 +1,8 @@
 """What a compiled program does on one device, read from its text: products, bytes, and collectives by kind.
 
 XLA's own cost analysis counts the body of a loop once. Here every instruction counts as often as the loops around it go
-round, so that layers in a scan, micro-batches and tiles are all counted.
+round, so that layers in a scan, micro-batches and tiles are all counted. Of a choice every branch counts alike, which
+is right for tiles that a causal mask may hide: half of them are.
 """
 
 import dataclasses
@@ -129,6 +130,17 @@ def called(each: Instruction, key: str) -> list[str]:
     return re.findall(r"%?([\w.\-]+)", found[1] if found[1] is not None else found[2])
 
 
+PASSED = ("bitcast", "convert", "copy", "reshape", "transpose")
+
+
+def source(name: str, inside: Computation) -> Instruction | None:
+    """What a value is a copy of."""
+    each = inside.instructions.get(name)
+    while each is not None and each.opcode in PASSED:
+        each = inside.instructions.get(each.operands[0])
+    return each
+
+
 def rounds(loop: Instruction, inside: Computation, computations: dict[str, Computation]) -> int | None:
     """How often a loop goes round; None where that is not known.
 
@@ -140,12 +152,12 @@ def rounds(loop: Instruction, inside: Computation, computations: dict[str, Compu
     test = condition.root
     if test.opcode != "compare" or "direction=LT" not in test.text:
         return None
-    counter, bound = (condition.instructions[name] for name in test.operands)
+    counter, bound = (source(name, condition) for name in test.operands)
     if bound.opcode != "constant" or counter.opcode != "get-tuple-element":
         return None
-    place = int(re.search(r"index=(\d+)", counter.text)[1])
-    start = inside.instructions[loop.operands[0]]
-    first = inside.instructions.get(start.operands[place]) if start.opcode == "tuple" else None
+    start, first = source(loop.operands[0], inside), None
+    if start is not None and start.opcode == "tuple":
+        first = source(start.operands[int(re.search(r"index=(\d+)", counter.text)[1])], inside)
     begin = int(first.operands[0]) if first is not None and first.opcode == "constant" else 0
     return max(int(bound.operands[0]) - begin, 0)
 
@@ -175,9 +187,6 @@ def users(inside: Computation) -> dict[str, list[Instruction]]:
         for name in each.operands:
             found[name].append(each)
     return found
-
-
-PASSED = ("bitcast", "convert", "copy", "reshape", "transpose")
 
 
 def sliced(each: Instruction, by: dict[str, list[Instruction]]) -> bool:
@@ -225,7 +234,7 @@ def work(text: str) -> Work:
     counts: Counter = Counter()
     held = frozenset(name for name, each in computations.items() if plain(each))  # loops that a kernel could be
 
-    def visit(name: str, times: int, depth: int, fused: bool) -> None:
+    def visit(name: str, times: float, depth: int, fused: bool) -> None:
         nonlocal flops, moved, kernels, open_loops
         inside = computations[name]
         by = users(inside)
@@ -242,12 +251,12 @@ def work(text: str) -> Work:
                 branches = called(each, "branch_computations")
                 branches += called(each, "true_computation") + called(each, "false_computation")
                 for branch in branches:
-                    visit(branch, times, depth, fused)
+                    visit(branch, times / len(branches), depth, fused)
             elif each.opcode in ("call", "fusion", "async-start"):
                 for inner in called(each, "to_apply") + called(each, "calls"):
                     visit(inner, times, depth, fused)
             elif each.opcode == "custom-call":
-                kernels += times * any(kernel in each.text for kernel in KERNELS)
+                kernels += round(times) * any(kernel in each.text for kernel in KERNELS)
             elif (kind := each.opcode.removesuffix("-start")) in COLLECTIVES:
                 taken = sum((inside.instructions[name].shapes for name in each.operands), ())
                 made = each.shapes
@@ -267,5 +276,5 @@ def work(text: str) -> Work:
                     moved += times * (size(each.shapes) + sum(map(size, operands)))
 
     visit(entry, 1, 0, False)
-    found = (Collective(kind, group, sizes[kind, group], n) for (kind, group), n in counts.items())
+    found = (Collective(kind, group, sizes[kind, group], round(n)) for (kind, group), n in counts.items())
     return Work(flops, moved, tuple(sorted(found, key=lambda each: -each.size)), kernels, open_loops)

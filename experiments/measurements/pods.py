@@ -135,7 +135,7 @@ def note(rows: list[Row]) -> str:
         "its partitioner in common with the others; every step was lowered for its chip besides. Products are counted "
         "with loops gone round, remat included; loops inside a layer's are taken for kernels that read and write "
         "memory once. Chips multiply at their peak, elementwise work costs nothing, rings of devices exchange at the "
-        "full rate of one torus axis or of NVLink. Seconds a step: from all at once to no exchange while chips compute. "
+        "full rate of one torus axis or of NVLink. Seconds a step: from all at once to no exchange during products. "
         "Share of peak: of 6 operations a token and active parameter, and visible scores, over that. Tokens a day and "
         f"chip-hours ({TOKENS} tokens a parameter) are of the slower end; a real run is slower than either. "
         f"Fits: at most {compile_only.ROOM:.0%} of the chip's memory. A v5p-128 is 64 chips. "

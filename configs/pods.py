@@ -36,7 +36,9 @@ TARGETS = {"v5e-256": "v5e:16x16", "v5p-128": "v5p:4x4x4", "v6e-256": "v6e:16x16
 CHIPS = {"v5e-256": 256, "v5p-128": 64, "v6e-256": 256, "h100-64": 64}
 TOKENS = 8192  # of a step on a chip, if rows are no longer
 TENSOR = {"v5p-128": 2}  # of the models of 7B: on paper as fast as fsdp alone
-LONG = 65_536  # from here on the length is shared out
+LONG = 65_536  # from here on the length is shared out, in stretches of so many tokens:
+STRETCH = {"v5e-256": 4096, "v6e-256": 8192}  # of the models of 7B
+USUAL_STRETCH = 16_384
 LONGEST = 2**20
 
 
@@ -104,7 +106,8 @@ def lay_out(c: ConfigDict, size: str, target: str, length: int) -> None:
     if size == "7b":
         mesh["tensor"] = TENSOR.get(target, 1)
     if length >= LONG:
-        mesh["sequence"] = min(chips // (mesh["expert"] * mesh["tensor"]), length // (2 * TOKENS))
+        stretch = STRETCH.get(target, USUAL_STRETCH) if size == "7b" else USUAL_STRETCH
+        mesh["sequence"] = min(chips // (mesh["expert"] * mesh["tensor"]), length // stretch)
     rest = chips // (mesh["sequence"] * mesh["expert"] * mesh["tensor"])
     copies = rest if size == "125m" else min(8, rest) if gpus else 1
     mesh["data"], mesh["fsdp"] = copies, rest // copies

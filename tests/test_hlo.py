@@ -49,3 +49,49 @@ def test_what_loops_hold_counts_as_often_as_they_go_round(kind):
     assert (each.kind, each.count, each.size) == (kind, times, times * held)
     assert roofline.axes_of(each.group, {"data": 2, "tensor": 4}) == ("tensor",)
     assert not found.open_loops
+
+
+MESH = {"data": 2, "fsdp": 4}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("kind", "group", "slices", "near", "far"),
+    [
+        ("all-gather", (0, 1, 2, 3), 1, 0.75, 0),
+        ("all-reduce", (0, 1, 2, 3), 1, 1.5, 0),
+        ("all-gather", (0, 1, 2, 3), 2, 0.75, 0),  # `data` lies across the slices, and fsdp within them
+        ("all-reduce", (0, 4), 2, 0, 1),
+        ("reduce-scatter", tuple(range(8)), 2, 0.75, 0.125),  # a quarter of the half that the other slice has
+        ("all-to-all", (0, 4), 2, 0, 0.5),
+        ("collective-permute", (0, 4), 2, 0, 1),
+        ("collective-permute", (0, 1), 2, 1, 0),
+    ],
+)
+def test_what_a_device_receives_of_an_exchange(kind, group, slices, near, far):
+    each = hlo.Collective(kind, group, size=1.0, count=1)
+    assert roofline.received(each, MESH, slices) == pytest.approx((near, far))
+
+
+@pytest.mark.quick
+def test_a_choice_counts_its_branches_alike():
+    def choose(x):
+        return lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x, x)
+
+    _, text = partitioned(jax.jit(choose).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32)))
+    assert hlo.work(text).flops == 8 * 8 * 8  # half of 2 x 8 x 8 x 8
+
+
+def test_a_sum_of_which_each_device_takes_its_part_is_scattered():
+    """As the gradients of parameters that are shared out."""
+    mesh = mesh_of(fsdp=8)
+    rows, parts = (jax.sharding.NamedSharding(mesh, P("fsdp")) for _ in range(2))
+
+    def gradient(w, x):
+        return jax.grad(lambda w: jnp.sum(jnp.square(x @ w)))(w)
+
+    w = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=parts)
+    x = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=rows)
+    _, text = partitioned(jax.jit(gradient, out_shardings=parts).lower(w, x))
+    found = {each.kind: each.size for each in hlo.work(text).collectives}
+    assert found == {"all-gather": 16 * 32 * 4, "reduce-scatter": 16 * 32 * 4}

@@ -55,7 +55,7 @@ def test_long_convolutions_gather_no_rows():
 
 def temporary(**changed: str) -> int:
     """Bytes that a step holds beside its arguments, layers looped over and made anew."""
-    given = dict(model__kept="nothing", model__scan="True", batch_size="8", **changed)
+    given = dict(model__kept="nothing", model__scan="True", batch_size="8") | changed
     config = configs.load(DEBUG, [(key.replace("__", "."), value) for key, value in given.items()])
     built = prepare(config)
     return compile_only.compiled_here(built).temporary_bytes
@@ -64,17 +64,18 @@ def temporary(**changed: str) -> int:
 @pytest.mark.scale
 def test_masks_of_tiles_are_not_all_held_at_once():
     """JAX would make those of all tiles before the loop over layers."""
-    tiled = dict(model__attention__implementation="tiled", model__attention__n_heads="1")
+    shared = dict(mesh__data="1", mesh__sequence="8", model__width="64", batch_size="1")
+    tiled = dict(model__attention__implementation="tiled", model__attention__n_heads="8", **shared)
     short, long = (temporary(data__mqar__length=str(n), **tiled) for n in (2048, 4096))
-    assert long < 2.5 * short
+    assert long < 1.8 * short
 
 
 @pytest.mark.scale
 def test_of_a_cycle_one_block_is_made_anew_at_a_time():
-    kinds = dict(model__layers="8", data__mqar__length="512")
+    kinds = dict(model__layers="8", model__position="none", data__mqar__length="512")
     one = temporary(model__mixers="('mamba2',)", **kinds)
     four = temporary(model__mixers="('mamba2', 'mamba2', 'attention', 'mamba2')", **kinds)
-    assert four < 1.6 * one
+    assert four < 2.3 * one  # attention's is larger; of all four together it is three times
 
 
 @pytest.mark.scale

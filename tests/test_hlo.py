@@ -74,6 +74,33 @@ def test_what_a_device_receives_of_an_exchange(kind, group, slices, near, far):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    ("told", "group"),
+    [
+        ("{{0,2},{1,3}}", (0, 2)),
+        ("{}", ()),
+        ("[2,4]<=[8]", (0, 1, 2, 3)),
+        ("[4,2]<=[2,4]T(1,0)", (0, 4)),
+        ("mesh['a'=2,'b'=4] {'b'}", (0, 1, 2, 3)),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", (0, 1, 2, 3)),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", (0, 4)),
+        ("mesh['a'=2,'b'=4] {'a','b'}", tuple(range(8))),
+        ("mesh['a'=8] {'a':(1)2}", (0, 4)),
+        ("mesh['a'=8] {'a':(2)4}", (0, 1, 2, 3)),
+    ],
+)
+def test_every_way_to_name_a_group_is_read(told, group):
+    line = f"%x = f32[8]{{0}} all-reduce(%y), channel_id=1, replica_groups={told}, use_global_device_ids=true"
+    assert hlo.group_of(hlo.instruction(line))[0] == group
+
+
+@pytest.mark.quick
+def test_a_group_that_cannot_be_read_is_no_group_of_all():
+    with pytest.raises(ValueError, match="cannot be read"):
+        hlo.group_of(hlo.instruction("%x = f32[8]{0} all-reduce(%y), replica_groups=<new>"))
+
+
+@pytest.mark.quick
 def test_a_choice_counts_its_branches_alike():
     def choose(x):
         return lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x, x)

@@ -6,10 +6,11 @@ is right for tiles that a causal mask may hide: half of them are.
 """
 
 import dataclasses
-import itertools
 import math
 import re
 from collections import Counter, defaultdict
+
+import numpy as np
 
 BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16}
 BYTES |= {f"{kind}{bits}": bits // 8 for kind in "su" for bits in (8, 16, 32, 64)}
@@ -197,25 +198,46 @@ def sliced(each: Instruction, by: dict[str, list[Instruction]]) -> bool:
 
 
 def group_of(each: Instruction) -> tuple[tuple[int, ...], int]:
-    """The devices of the first group, and how many there are in each."""
+    """The devices of the first group, and how many there are in each; none are named where all are in one.
+
+    They are listed, or told by how the numbers of all devices are laid out: in rows, or along the axes of a mesh.
+    """
     if each.opcode.startswith("collective-permute"):
         pairs = re.findall(r"\{(\d+),(\d+)\}", each.text.partition("source_target_pairs=")[2].partition("}}")[0] + "}")
         far = max(((int(a), int(b)) for a, b in pairs), key=lambda pair: abs(pair[0] - pair[1]), default=(0, 0))
         return far, 2
-    if found := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", each.text):
-        dims = [int(n) for n in found[3].split(",")]
-        order = [int(n) for n in found[4].split(",")] if found[4] else list(range(len(dims)))
-        strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
-        walk = itertools.product(*(range(dims[i]) for i in order))
-        first = tuple(
-            sum(at * strides[i] for at, i in zip(places, order, strict=True))
-            for places in itertools.islice(walk, int(found[2]))
-        )
-        return first, len(first)
-    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", each.text):
+    told = each.text.partition("replica_groups=")[2]
+    if not told or told.startswith("{}"):
+        return (), 0
+    if found := re.match(r"\{\{([\d,]+)\}", told):
         first = tuple(map(int, found[1].split(",")))
-        return first, len(first)
-    return (), 0
+    elif found := re.match(r"\[(\d+),(\d+)\]<=(\S+?),? ", told + " "):
+        first = tuple(map(int, laid_out(found[3]).reshape(int(found[1]), int(found[2]))[0]))
+    elif found := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\((\S+)\))? ?\{([^}]*)\}", told):
+        sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", found[1])}
+        devices = laid_out(found[2] or f"[{math.prod(sizes.values())}]").reshape(tuple(sizes.values()))
+        part = {name: (before, n) for name, before, n in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[3])}
+        index = [along(n, *part[name]) if name in part else [0] for name, n in sizes.items()]
+        first = tuple(map(int, devices[np.ix_(*index)].ravel()))
+    else:
+        raise ValueError(f"the devices of a collective cannot be read: {told[:120]}")
+    return first, len(first)
+
+
+def laid_out(text: str) -> np.ndarray:
+    """The numbers of devices as `[2,4]T(1,0)` tells: counted in that shape, its axes then put into another order."""
+    dims, order = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()
+    shape = [int(n) for n in dims.split(",")]
+    counted = np.arange(math.prod(shape)).reshape(shape)
+    return counted.transpose([int(n) for n in order.split(",")]) if order else counted
+
+
+def along(size: int, before: str, n: str) -> list[int]:
+    """The places that a group takes of an axis: all, or with `(before)n` a part of it, which is counted so."""
+    if not n:
+        return list(range(size))
+    step = size // (int(before) * int(n))
+    return [i * step for i in range(int(n))]
 
 
 def plain(each: Computation) -> bool:

@@ -5,6 +5,7 @@ sum that all get, twice that. A group that lies in several slices first exchange
 slice, over the data centre's network, which each of them does for its part; then within the slices.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,9 +53,8 @@ def times(work: Work, state_bytes: float, chip: Chip, mesh: Mapping[str, int], s
 
 def received(each: Collective, mesh: Mapping[str, int], slices: int) -> tuple[float, float]:
     """Bytes that a device receives from its own slice and from others."""
-    places = slice_of(each.group, mesh, slices)
-    s = len(set(places)) or 1
-    g = len(each.group) or np.prod(list(mesh.values()))
+    group = each.group or range(math.prod(mesh.values()))
+    g, s = len(group), len(set(slice_of(group, mesh, slices)))
     w = g / s
     if each.kind == "collective-permute":
         return (each.size, 0.0) if s == 1 else (0.0, each.size)

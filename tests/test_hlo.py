@@ -122,3 +122,47 @@ def test_a_sum_of_which_each_device_takes_its_part_is_scattered():
     _, text = partitioned(jax.jit(gradient, out_shardings=parts).lower(w, x))
     found = {each.kind: each.size for each in hlo.work(text).collectives}
     assert found == {"all-gather": 16 * 32 * 4, "reduce-scatter": 16 * 32 * 4}
+
+
+# As compilers of accelerators write: layouts with tiles, operands with types, fusions, exchanges in two halves.
+TEXT = """
+HloModule step
+
+%fused (p0: bf16[8,16], p1: bf16[16,32]) -> bf16[8,32] {
+  %p0 = bf16[8,16]{1,0:T(8,128)(2,1)} parameter(0)
+  %p1 = bf16[16,32]{1,0:T(8,128)(2,1)S(1)} parameter(1)
+  ROOT %c = bf16[8,32]{1,0:T(8,128)(2,1)} convolution(bf16[8,16]{1,0:T(8,128)(2,1)} %p0, %p1), dim_labels=bf_io->bf
+}
+
+%body (t: (s32[], bf16[8,16], bf16[4,32])) -> (s32[], bf16[8,16], bf16[4,32]) {
+  %t = (s32[], bf16[8,16]{1,0:T(8,128)(2,1)}, /*index=2*/bf16[4,32]{1,0}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%t), index=0
+  %x = bf16[8,16]{1,0} get-tuple-element(%t), index=1
+  %w = bf16[4,32]{1,0} get-tuple-element(%t), index=2
+  %s = (bf16[4,32]{1,0}, bf16[16,32]{1,0}) all-gather-start(%w), replica_groups=[2,4]<=[8], dimensions={0}
+  %d = bf16[16,32]{1,0} all-gather-done(%s)
+  %f = bf16[8,32]{1,0} fusion(%x, %d), kind=kOutput, calls=%fused
+  ROOT %r = (s32[], bf16[8,16]{1,0}, bf16[4,32]{1,0}) tuple(%i, %x, %w)
+}
+
+%condition (t: (s32[], bf16[8,16], bf16[4,32])) -> pred[] {
+  %t = (s32[], bf16[8,16]{1,0}, bf16[4,32]{1,0}) parameter(0)
+  ROOT %p = pred[] constant(false)
+}
+
+ENTRY %main (a: s32[], b: bf16[8,16], c: bf16[4,32]) -> (s32[], bf16[8,16], bf16[4,32]) {
+  %a = s32[] parameter(0)
+  %b = bf16[8,16]{1,0} parameter(1)
+  %c = bf16[4,32]{1,0} parameter(2)
+  %k = bf16[8,16]{1,0} custom-call(%b), custom_call_target="tpu_custom_call"
+  %t = (s32[], bf16[8,16]{1,0}, bf16[4,32]{1,0}) tuple(%a, %k, %c)
+  ROOT %l = (s32[], bf16[8,16]{1,0}, bf16[4,32]{1,0}) while(%t), condition=%condition, body=%body, TRIPS
+}
+""".replace("TRIPS", 'backend_config={"known_trip_count":{"n":"7"}}')
+
+
+@pytest.mark.quick
+def test_programs_of_accelerators_are_read():
+    found = hlo.work(TEXT)
+    assert (found.flops, found.kernels, found.open_loops) == (7 * 2 * 8 * 16 * 32, 1, 0)
+    assert found.collectives == (hlo.Collective("all-gather", (0, 1, 2, 3), size=7 * 2 * 16 * 32, count=7),)

@@ -10,6 +10,7 @@ import data
 from configs import pods
 from data import pipeline
 from model.errors import UserError
+from tests.processes import run
 from train import chips
 from train import config as configs
 from train.objective import arguments
@@ -58,3 +59,12 @@ def test_meshes_take_all_chips_and_batches_divide(target):
 def test_what_is_no_pod_config_is_refused(argument, told):
     with pytest.raises(UserError, match=told):
         pods.get_config(argument)
+
+
+@pytest.mark.scale
+@pytest.mark.parametrize(("arch", "length"), [("s4d", 8192), ("attention", 2**20)])
+def test_a_pod_config_fits_by_the_compilers_word(arch, length):
+    spec = f"configs/pods.py:arch={arch},size=1b3,target=v5e-256,length={length}"
+    ended = run("train", f"--config={spec}", "--compile_only", "--topology=v5e:16x16", timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines()[-1] == "fits"

@@ -207,8 +207,8 @@ def active(run: Run) -> int:
     m, total = run.config.model, run.params
     if m.mlp != "experts":
         return total
-    sizes = (x.size for path, x in by_path(run.abstract.params).items() if "/experts" in path or "/mlp/" in path)
-    of_experts = sum(n for n in sizes if n % m.experts.n_experts == 0)
+    kernels = ("up", "gate", "down")  # of all experts together; a shared one's lie deeper
+    of_experts = sum(x.size for path, x in by_path(run.abstract.params).items() if path.rpartition("/")[2] in kernels)
     return total - of_experts + of_experts * m.experts.top_k // m.experts.n_experts
 
 

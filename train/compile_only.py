@@ -36,8 +36,7 @@ Row = dict[str, Any]
 ROOM = 0.95  # of a chip's memory; the rest is the runtime's and lost between arrays
 LOWERED_FOR = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
 # How fast a program runs here is of no interest, only what a device does and holds. Barriers, by which layers made anew
-# for the backward pass wait for their turn, are dropped by a CPU's compiler before it decides what comes when, and by
-# accelerators' only afterwards.
+# for the backward pass wait for their turn, a CPU's compiler drops before it decides what comes when; here they count.
 ESTIMATED = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -246,9 +245,10 @@ def lines(row: Row) -> Iterable[str]:
         f"products: {row['flops']:.3g} FLOPs a chip, loops gone round; {row['useful_flops']:.3g} by 6 a token and "
         "parameter, and scores"
     )
-    for name, what in (("kernels", "kernel calls are"), ("open_loops", "loops of unknown length are not or once")):
-        if row[name]:
-            yield f"  {row[name]} {what} counted in the FLOPs"
+    if row["kernels"]:
+        yield f"  without those of {row['kernels']:,} calls of kernels, which do not say what they do"
+    if row["open_loops"]:
+        yield f"  {row['open_loops']} loops go round nobody knows how often, and count once"
     for each in row["collectives"]:
         far = f", {each['far_bytes'] / GIB:.3f} of them between slices" if each["far_bytes"] else ""
         yield f"  {each['kind']} over {each['axes']}: {each['count']:,} bring {each['bytes'] / GIB:.3f} GiB a chip{far}"

@@ -6,7 +6,7 @@ VENV := $(if $(filter python3,$(PYTHON)),.venv,.venv-$(VERSION))
 BIN := $(VENV)/bin
 TESTS ?= tests
 
-.PHONY: quickstart test scale chaos parity lint setup clean
+.PHONY: quickstart test scale slurm chaos parity pods lint setup clean
 
 quickstart: $(VENV)/ready
 	$(BIN)/python -m experiments.reproduce quickstart
@@ -29,13 +29,16 @@ chaos: $(VENV)/ready-dev
 parity: $(VENV)/ready-parity
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/parity
 
+# Every pod config compiled for its machine, by whichever compiler this one has; takes up where it stopped.
+pods: $(VENV)/ready
+	$(BIN)/python -m experiments.bench pods --out=runs/bench_pods.jsonl
+
 lint: $(VENV)/ready-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
 # Sweeps on a Slurm cluster of this machine alone; `make scale` has it too where there is Slurm. Debian's is installed
 # where there is none, which takes root.
-.PHONY: slurm
 slurm: $(VENV)/ready-dev /usr/sbin/slurmctld
 	$(BIN)/python -m pytest tests/test_slurm.py
 

@@ -10,13 +10,15 @@
     python -m experiments.bench decode    time to the first token and for each one after it, beside its peers
     python -m experiments.bench determinism   whether a run has the same bits again, and when killed and resumed
     python -m experiments.bench features  how far random features are from softmax, by their number
+    python -m experiments.bench pods      whether every pod config fits its machine, and its step on paper
     python -m experiments.bench scaling   time and memory of a layer of every mixer, by length, in --minutes
 
 loop, startup and determinism take --config=FILE, which may be repeated (default: the quickstart's architectures; for
 determinism five of width 128 in bfloat16), and --config.KEY=VALUE; all take --out=FILE, where rows go as JSON lines,
 and for all but the first two a table beside them, with the ending md; for scaling a picture too, with the ending png.
-state takes --kind and --shape, which may be repeated. Where bits differ, the exit code is 1. Call scaling again with
-the same --out to take it up where it stopped; with --mixed, after the code has changed.
+state takes --kind and --shape, which may be repeated. Where bits differ, or a pod config does not fit, the exit code is
+1. Call scaling or pods again with the same --out to take it up where it stopped; with --mixed, after the code has
+changed.
 """
 
 import json
@@ -35,6 +37,7 @@ from experiments.measurements import (
     determinism,
     features,
     overhead,
+    pods,
     scaling,
     scan_speed,
     speed,
@@ -65,7 +68,9 @@ LAST = cli.flag(
     None,
     "scaling: tokens of the longest row; default 1,048,576, on a CPU 16,384.",
 )
-MIXED = flags.DEFINE_bool("mixed", False, "scaling: keep rows of other revisions of the code; the table names them.")
+MIXED = flags.DEFINE_bool(
+    "mixed", False, "scaling, pods: keep rows of other revisions of the code; the table names them."
+)
 OUT = cli.flag("out", Name, None, "File for the measurements, a line of JSON each.")
 
 
@@ -127,6 +132,11 @@ def bench_features() -> Iterator[tuple[dict, str]]:
         yield row, features.sentence(row)
 
 
+def bench_pods() -> Iterator[tuple[dict, str]]:
+    for row in pods.measure(rows_before("pods")):
+        yield row, pods.sentence(row)
+
+
 def bench_scaling() -> Iterator[tuple[dict, str]]:
     lengths, seconds = scaling.lengths(LAST.value), 60 * MINUTES.value
     for row in scaling.rows(scaling.asked(ASKED.value), lengths, seconds, rows_before("scaling")):
@@ -141,7 +151,8 @@ def kernels_table(rows: list[dict]) -> str:
 
 def rows_before(name: str) -> list[dict]:
     """Of a bench that goes on where it stopped, the rows that need not be measured again."""
-    return scaling.kept(Path(OUT.value), MIXED.value) if name == "scaling" and OUT.value else []
+    lasting = {"scaling": scaling, "pods": pods}
+    return lasting[name].kept(Path(OUT.value), MIXED.value) if name in lasting and OUT.value else []
 
 
 def specs() -> list[str]:
@@ -163,6 +174,7 @@ BENCHES: dict[str, Callable[[], Iterator[tuple[dict, str]]]] = {
     "decode": bench_decode,
     "determinism": bench_determinism,
     "features": bench_features,
+    "pods": bench_pods,
     "scaling": bench_scaling,
 }
 MARKDOWN: dict[str, Callable[[list[dict]], str]] = {
@@ -173,6 +185,7 @@ MARKDOWN: dict[str, Callable[[list[dict]], str]] = {
     "decode": decode_speed.SHEET.table,
     "determinism": determinism.SHEET.table,
     "features": features.table,
+    "pods": pods.table,
     "scaling": growth.table,
 }
 PICTURES: dict[str, Callable[[list[dict], Path], None]] = {"scaling": growth.picture}
@@ -181,6 +194,7 @@ FLAGS = {
     **dict.fromkeys((*CONTESTS, "kernels", "step", "decode"), "--rounds and --out"),
     "state": "--kind, --shape, --rounds and --out",
     "features": "--out",
+    "pods": "--mixed and --out",
     "scaling": "--minutes, --mixers, --longest, --mixed and --out",
 }
 
@@ -209,7 +223,7 @@ def main(argv: list[str]) -> int:
                 out.with_suffix(".md").write_text(MARKDOWN[argv[1]](rows))
     if out and rows and argv[1] in PICTURES:
         PICTURES[argv[1]](rows, out.with_suffix(".png"))
-    return int(not all(row.get("identical", True) for row in rows))
+    return int(not all(row.get("identical", True) and row.get("fits", True) for row in rows))
 
 
 def provenance() -> dict[str, str]:

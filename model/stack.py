@@ -1,6 +1,7 @@
 """A stack of layers: a cycle of blocks, repeated by a scan, and the layers left over."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -17,11 +18,16 @@ class Cycle(nn.Module):
     """One block of each kind, in turn."""
 
     blocks: tuple[Callable[..., Block], ...]
+    policy: Callable[..., bool] | None = None  # of KEPT
+    prevent_cse: bool = True
 
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
         states = []
         for i, block in enumerate(self.blocks):
+            if self.policy is not None:  # block by block: together they would be made anew, and held, at once
+                again = nn.remat(block.func, prevent_cse=self.prevent_cse, policy=self.policy)
+                block = partial(again, *block.args, **block.keywords)
             x, new = block(name=f"block_{i}")(x, ctx, None if state is None else state[i])
             states.append(new)
         return x, None if state is None else tuple(states)
@@ -90,10 +96,10 @@ class Stack(nn.Module):
             return self.go_on(x, ctx, state)
         scan = loops(self.layers) if self.scan is None else self.scan
         policy = choose("kept", self.kept, KEPT)
-        cycle = Cycle if policy is None else nn.remat(Cycle, prevent_cse=not scan, policy=policy)
+        kept = dict(policy=policy, prevent_cse=not scan or len(self.blocks) > 1)
         if self.repeats:
             body = nn.scan(
-                cycle,
+                Cycle,
                 variable_axes={"params": 0, **dict.fromkeys(SOWN, 0)},
                 split_rngs={"params": True, "dropout": True},
                 in_axes=nn.broadcast,
@@ -102,9 +108,9 @@ class Stack(nn.Module):
                 metadata_params={nn.PARTITION_NAME: "layers"},
                 check_constancy_invariants=self.draws(ctx),
             )
-            x, _ = body(self.blocks, name="layers")(x, ctx)
+            x, _ = body(self.blocks, **kept, name="layers")(x, ctx)
         if self.rest:
-            x, _ = cycle(self.rest, name="rest")(x, ctx)
+            x, _ = Cycle(self.rest, **kept, name="rest")(x, ctx)
         return x, state
 
     def draws(self, ctx: Context) -> bool:

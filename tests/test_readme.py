@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from experiments.measurements import features
+from experiments.measurements import features, pods
 from experiments.tables import formats, rows, scaling
 from experiments.tables.definitions import TABLES
 from experiments.tables.layout import sheet
@@ -39,7 +39,7 @@ def test_committed_tables_are_those_of_their_rows():
 def test_tables_of_benches_are_those_of_their_rows():
     """If this fails after new rows, paste the first table of `bench_features.md` between the README's marks."""
     results = ROOT / "experiments" / "results"
-    for name, table in {"features": features.table, "scaling": scaling.table}.items():
+    for name, table in {"features": features.table, "pods": pods.table, "scaling": scaling.table}.items():
         file = results / f"bench_{name}.jsonl"
         if file.exists():
             measured = [json.loads(line) for line in file.read_text().splitlines()]

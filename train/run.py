@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
 
@@ -57,14 +57,14 @@ class Run:
         return sum(math.prod(x.shape) for path, x in found if path.rpartition("/")[2] not in RUNNING)
 
 
-def prepare(config: ConfigDict, task: data.Task | None = None) -> Run:
+def prepare(config: ConfigDict, task: data.Task | None = None, devices: Sequence[jax.Device] | None = None) -> Run:
     """Builds a run; nothing is compiled yet, and a mistake in the config has been told by the time this returns.
 
-    Another task may be given than the config's.
+    Another task may be given than the config's, and other devices than this machine's.
     """
     configs.check(config)
     task = task or data.build(config.data.task, config.data[config.data.task].to_dict())
-    mesh, rules = sharding.make_mesh(config.mesh), sharding.rules_of(config.mesh)
+    mesh, rules = sharding.make_mesh(config.mesh, devices), sharding.rules_of(config.mesh)
     sharding.check_rules(mesh, rules)
     for split in ("validation", "test"):
         pipeline.check_countable(task, split, config.eval_batches)

@@ -5,6 +5,7 @@ divide is kept whole (one key-value head on two tensor devices, say).
 """
 
 import contextlib
+import contextvars
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from data.pipeline import Batch
 from model import placement
@@ -44,15 +45,20 @@ def laid_out(shape: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:
 
     A slice is what one fast network joins: a TPU slice, or the GPUs of a node.
     """
-    across, slices = [], len({getattr(device, "slice_index", 0) for device in devices})
-    for size in shape:
-        across.append(math.gcd(size, slices))
-        slices //= across[-1]
-    within = [size // outer for size, outer in zip(shape, across, strict=True)]
+    across, within = over_slices(shape, len({getattr(device, "slice_index", 0) for device in devices}))
     # Splitting a physical axis lets fsdp=4, tensor=2 lie on a torus of 4 x 4; it is done only where nothing else fits.
     if math.prod(across) == 1:
         return mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=True)
     return mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
+
+
+def over_slices(shape: Sequence[int], slices: int) -> tuple[list[int], list[int]]:
+    """How a mesh lies over slices: of each axis, the part that crosses them and the part within one."""
+    across = []
+    for size in shape:
+        across.append(math.gcd(size, slices))
+        slices //= across[-1]
+    return across, [size // outer for size, outer in zip(shape, across, strict=True)]
 
 
 def rules_of(config: Mapping[str, Any]) -> Rules:
@@ -88,10 +94,27 @@ def check_rules(mesh: Mesh, rules: Rules) -> None:
             )
 
 
+# The device that those of a mesh stand for while a program is made for others; None: themselves.
+_meant: contextvars.ContextVar[AbstractDevice | None] = contextvars.ContextVar("meant", default=None)
+
+
+@contextlib.contextmanager
+def standing_for(device: AbstractDevice) -> Iterator[None]:
+    """Programs traced meanwhile are made for another device than those of their mesh, which are its stand-ins."""
+    token = _meant.set(device)
+    try:
+        yield
+    finally:
+        _meant.reset(token)
+
+
 @contextlib.contextmanager
 def in_force(mesh: Mesh, rules: Rules) -> Iterator[None]:
     """The mesh and the axis rules that whatever asks `model.placement` will find."""
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(rules):
+    abstract = mesh.abstract_mesh
+    if (device := _meant.get()) is not None:
+        abstract = AbstractMesh(abstract.axis_sizes, abstract.axis_names, abstract.axis_types, abstract_device=device)
+    with jax.sharding.use_abstract_mesh(abstract), nn.logical_axis_rules(rules):
         yield
 
 

@@ -113,11 +113,12 @@ def by_channels(run: Callable[..., Tree], arrays: tuple[Array, ...], axes: tuple
 
     `axes` and `out` name the logical axes of what goes in and comes out. Of an array with `length` and `inner` a device
     gets the whole length of its channels, of one with `inner` alone those channels, of one with `length` alone all.
+    Rows and channels that are shared out stay so: of a Fourier transform the compiler would gather both.
     """
     named = zip(arrays, axes, strict=True)
     sizes = {name: size for leaf, names in named for name, size in zip(names, leaf.shape, strict=True)}
-    n = stretches(sizes["length"])
-    if n == 1:
+    n, shared = stretches(sizes["length"]), {axis for name in sizes if name for axis in placement.axes(name)}
+    if not shared:
         return run(*arrays)
     (width,) = placement.held(("inner",), (sizes["inner"],))
     mesh_axes, own = placement.axes("length"), -(-width // n)  # channels of a device; those of the last are filled up
@@ -145,6 +146,8 @@ def by_channels(run: Callable[..., Tree], arrays: tuple[Array, ...], axes: tuple
         return lax.slice_in_dim(leaf, 0, width, axis=axis)
 
     def mine(*parts):
+        if n == 1:
+            return run(*together(parts))
         made = run(*map(take, together(parts), axes))
         return tuple(map(give, made, out))
 
@@ -158,7 +161,7 @@ def by_channels(run: Callable[..., Tree], arrays: tuple[Array, ...], axes: tuple
         mine,
         in_specs=tuple(place(names, leaf.shape) for names, leaf in zip(axes, arrays, strict=True)),
         out_specs=tuple(place(names, leaf.shape) for names, leaf in zip(out, shapes, strict=True)),
-        axis_names={axis for name in ("batch", "length", "inner") for axis in placement.axes(name)},
+        axis_names=shared,
         check_vma=False,
     )(*parts)
 

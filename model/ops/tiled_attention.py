@@ -142,6 +142,16 @@ def at(o: Operands, i: jax.Array, j: jax.Array) -> Operands:
     )
 
 
+def after(x: jax.Array, pair: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """A pair of blocks that is known no sooner than x.
+
+    Masks follow from pairs and positions, which no layer changes, and JAX takes what is the same in every round out of
+    a loop over layers: the masks of all tiles would be made before it, and be held together, L M of them.
+    """
+    pair, _ = lax.optimization_barrier((pair, x[(0,) * x.ndim]))
+    return pair
+
+
 def needed(form: Form, c: Operands, pairs: Pairs) -> jax.Array:
     """Whether any row of the batch may have a visible pair of tokens in each pair of blocks, by the extents of both."""
 
@@ -224,7 +234,7 @@ def forward(form: Form, tile: tuple[int, int], pairs: Pairs, o: Operands):
     wanted = needed(form, c, pairs) if pairs.sparse else jnp.ones(len(pairs.i), bool)
 
     def step(carry, pair):
-        i, j, want = pair
+        i, j, want = after(c.q, pair)
         t = at(c, i, j)
 
         def see(*seen):
@@ -267,7 +277,7 @@ def gradients(form: Form, tile: tuple[int, int], pairs: Pairs, kept, grads) -> O
 
     def step(carry, pair):
         by_query, by_key, d_shared = carry
-        i, j, want = pair
+        i, j, want = after(c.q, pair)
         t = at(c, i, j)
 
         def see(by_query, by_key, d_shared):

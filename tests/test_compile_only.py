@@ -1,0 +1,104 @@
+"""The step compiled for machines that are not here: what is told of it, and what is refused."""
+
+import dataclasses
+
+import pytest
+
+from tests.processes import refusals, run
+from train import chips, compile_only
+from train import config as configs
+from train.run import prepare
+
+DEBUG = "configs/debug.py"
+
+
+def row_of(spec: str, topology: str, **changed: str) -> dict:
+    config = configs.load(spec, [(key.replace("__", "."), value) for key, value in changed.items()])
+    return compile_only.measure(config, chips.parse(topology))[0]
+
+
+def test_memory_is_what_the_compiled_step_says():
+    config = configs.load(DEBUG)
+    row = row_of(DEBUG, "cpu:8")
+    built = prepare(config)
+    step = built.train_step.lower(built.abstract, compile_only.abstract_batch(built))
+    m = step.compile(compiler_options=compile_only.ESTIMATED).memory_analysis()
+    held = m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
+    assert row["memory"] == held > row["state"] == m.argument_size_in_bytes
+    # Products of attention that is not masked away, and 6 a token and parameter, are all that a step has.
+    assert row["flops"] == pytest.approx(row["useful_flops"], rel=0.2)
+    assert {each["axes"] for each in row["collectives"]} == {"data"}
+
+
+@pytest.mark.scale
+@pytest.mark.parametrize(("topology", "platform"), [("v5e:2x4", "tpu"), ("2xv5p:2x2x1", "tpu"), ("h100:8", "cuda")])
+def test_a_step_is_lowered_for_chips_whose_compiler_is_not_here(topology, platform):
+    row = row_of(DEBUG, topology, mesh__data="2", mesh__fsdp="4")
+    assert row["lowered_for"] == platform and row["why"] and row["fits"] and row["step_s"] >= row["overlapped_s"] > 0
+    far = sum(each["far_bytes"] for each in row["collectives"])
+    assert (far > 0) == topology.startswith("2x")  # `data` lies across the slices
+
+
+def test_what_does_not_fit_is_told_and_ends_in_1(monkeypatch, capsys):
+    tiny = dataclasses.replace(chips.CHIPS["v5e"], hbm=1e5)
+    monkeypatch.setitem(chips.CHIPS, "v5e", tiny)
+    assert compile_only.main(configs.load(DEBUG), chips.parse("v5e:2x4")) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.scale
+def test_long_convolutions_gather_no_rows():
+    """Of a Fourier transform the compiler would gather all rows on every device."""
+    row = row_of(f"{DEBUG}:arch=s4d", "cpu:8", data__mqar__length="512")
+    assert {each["kind"] for each in row["collectives"]} == {"all-reduce"}
+
+
+def temporary(**changed: str) -> int:
+    """Bytes that a step holds beside its arguments, layers looped over and made anew."""
+    given = dict(model__kept="nothing", model__scan="True", batch_size="8") | changed
+    config = configs.load(DEBUG, [(key.replace("__", "."), value) for key, value in given.items()])
+    built = prepare(config)
+    return compile_only.compiled_here(built).temporary_bytes
+
+
+@pytest.mark.scale
+def test_masks_of_tiles_are_not_all_held_at_once():
+    """JAX would make those of all tiles before the loop over layers."""
+    shared = dict(mesh__data="1", mesh__sequence="8", model__width="64", batch_size="1")
+    tiled = dict(model__attention__implementation="tiled", model__attention__n_heads="8", **shared)
+    short, long = (temporary(data__mqar__length=str(n), **tiled) for n in (2048, 4096))
+    assert long < 1.8 * short
+
+
+@pytest.mark.scale
+def test_of_a_cycle_one_block_is_made_anew_at_a_time():
+    kinds = dict(model__layers="8", model__position="none", data__mqar__length="512")
+    one = temporary(model__mixers="('mamba2',)", **kinds)
+    four = temporary(model__mixers="('mamba2', 'mamba2', 'attention', 'mamba2')", **kinds)
+    assert four < 2.3 * one  # attention's is larger; of all four together it is three times
+
+
+@pytest.mark.scale
+def test_the_command():
+    ended = run("train", f"--config={DEBUG}", "--compile_only", "--topology=v5e:2x4")
+    assert ended.returncode == 0, ended.stderr
+    for told in ("TPU compiler", "estimate", "of 16.0 GiB", "FLOPs", "all-reduce over data", "of peak", "compiled in"):
+        assert told in ended.stdout
+    assert ended.stdout.splitlines()[-1] == "fits"
+
+
+LINES = {
+    (f"--config={DEBUG}", "--compile_only"): "--topology is missing",
+    (f"--config={DEBUG}", "--topology=v5e:2x4"): "--compile_only, which is not given",
+    (f"--config={DEBUG}", "--compile_only", "--topology=v5e:3x5"): "closest: v5e:4x4",
+    ("--compile_only", "--topology=v5e:2x4"): "--config is missing",
+    ("--config=configs/pods.py:size=1b2", "--compile_only", "--topology=cpu:2"): "closest: 1b3",
+    ("--config=configs/pods.py:length=1000", "--compile_only", "--topology=cpu:2"): "closest: 512",
+    (f"--config={DEBUG}", "--config.mesh.fsdp=3", "--compile_only", "--topology=cpu:2"): "there are 2",
+}
+
+
+def test_mistakes_are_told_in_one_line(tmp_path):
+    for told, ended in zip(LINES.values(), refusals("train", list(LINES), tmp_path), strict=True):
+        assert (ended["code"], ended["wrote"]) == (2, []), ended
+        assert told in ended["stderr"] and len(ended["stderr"].splitlines()) == 1

@@ -1,0 +1,302 @@
+"""What a compiled program does on one device, read from its text: products, bytes, and collectives by kind.
+
+XLA's own cost analysis counts the body of a loop once. Here every instruction counts as often as the loops around it go
+round, so that layers in a scan, micro-batches and tiles are all counted. Of a choice every branch counts alike, which
+is right for tiles that a causal mask may hide: half of them are.
+"""
+
+import dataclasses
+import math
+import re
+from collections import Counter, defaultdict
+
+import numpy as np
+
+BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16}
+BYTES |= {f"{kind}{bits}": bits // 8 for kind in "su" for bits in (8, 16, 32, 64)}
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
+LINE = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*)")
+HEADER = re.compile(r"\s*(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
+OPCODE = re.compile(r"\s*([\w\-]+)\(")
+TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+KERNELS = ("tpu_custom_call", "__cudnn", "triton", "mosaic")
+
+Shape = tuple[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    name: str
+    shapes: tuple[Shape, ...]  # of what it makes
+    opcode: str
+    operands: tuple[str, ...]
+    text: str  # its attributes
+    root: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    name: str
+    instructions: dict[str, Instruction]
+
+    @property
+    def root(self) -> Instruction:
+        return next(each for each in self.instructions.values() if each.root)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One kind of exchange among one choice of devices."""
+
+    kind: str
+    group: tuple[int, ...]  # the devices of its first group, by their place in the mesh; of a permute, a pair
+    size: float  # bytes a device ends up with, or for a reduce-scatter begins with; of all rounds together
+    count: int  # rounds
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Of one device in one run of the program."""
+
+    flops: float  # of products, convolutions and Fourier transforms
+    moved: float  # bytes of their operands and results
+    collectives: tuple[Collective, ...]
+    kernels: int  # calls whose work does not show in the program
+    open_loops: int  # loops whose number of rounds is not known when compiled; they count once
+
+
+def array_shapes(text: str) -> tuple[Shape, ...]:
+    return tuple((kind, tuple(map(int, filter(None, dims.split(","))))) for kind, dims in ARRAY.findall(text))
+
+
+def numbers(shape: Shape) -> int:
+    return math.prod(shape[1])
+
+
+def size(shapes: tuple[Shape, ...]) -> float:
+    return sum(BYTES.get(shape[0], 1) * numbers(shape) for shape in shapes)
+
+
+def balanced(text: str) -> int:
+    """Where the bracket that the text begins with is closed."""
+    depth = 0
+    for place, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return place + 1
+    return len(text)
+
+
+def instruction(line: str) -> Instruction | None:
+    found = LINE.match(line)
+    if not found:
+        return None
+    root, name, rest = bool(found[1]), found[2], found[3]
+    end = balanced(rest) if rest.startswith("(") else rest.find(" ")
+    made, rest = rest[:end], rest[end:]
+    opcode = OPCODE.match(rest)
+    if not opcode:
+        return None
+    rest = rest[opcode.end() - 1 :]
+    end = balanced(rest)
+    operands = tuple(re.findall(r"%([\w.\-]+)", rest[:end]))
+    if opcode[1] in ("constant", "parameter"):
+        operands = (rest[1 : end - 1],)
+    return Instruction(name, array_shapes(made), opcode[1], operands, rest[end:], root)
+
+
+def parse(text: str) -> tuple[dict[str, Computation], str]:
+    """The computations of a module by name, and which of them it begins with."""
+    computations: dict[str, Computation] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if current is None:
+            if header := HEADER.match(line):
+                current = Computation(header[2], {})
+                entry = header[2] if header[1] else entry
+        elif line.strip() == "}":
+            computations[current.name] = current
+            current = None
+        elif found := instruction(line):
+            current.instructions[found.name] = found
+    return computations, entry
+
+
+def called(each: Instruction, key: str) -> list[str]:
+    """The computations that an instruction names under a key."""
+    found = re.search(rf"\b{key}=(?:\{{([^}}]*)\}}|%?([\w.\-]+))", each.text)
+    if not found:
+        return []
+    return re.findall(r"%?([\w.\-]+)", found[1] if found[1] is not None else found[2])
+
+
+PASSED = ("bitcast", "convert", "copy", "reshape", "transpose")
+
+
+def source(name: str, inside: Computation) -> Instruction | None:
+    """What a value is a copy of."""
+    each = inside.instructions.get(name)
+    while each is not None and each.opcode in PASSED:
+        each = inside.instructions.get(each.operands[0])
+    return each
+
+
+def rounds(loop: Instruction, inside: Computation, computations: dict[str, Computation]) -> int | None:
+    """How often a loop goes round; None where that is not known.
+
+    It is noted by a late pass of the compiler. Before that, the condition tells: a counter below a constant.
+    """
+    if noted := TRIPS.search(loop.text):
+        return int(noted[1])
+    condition = computations[called(loop, "condition")[0]]
+    test = condition.root
+    if test.opcode != "compare" or "direction=LT" not in test.text:
+        return None
+    counter, bound = (source(name, condition) for name in test.operands)
+    if bound.opcode != "constant" or counter.opcode != "get-tuple-element":
+        return None
+    start, first = source(loop.operands[0], inside), None
+    if start is not None and start.opcode == "tuple":
+        first = source(start.operands[int(re.search(r"index=(\d+)", counter.text)[1])], inside)
+    begin = int(first.operands[0]) if first is not None and first.opcode == "constant" else 0
+    return max(int(bound.operands[0]) - begin, 0)
+
+
+def product(each: Instruction, inside: Computation) -> float:
+    """Operations of a product, a convolution or a Fourier transform; 0 for anything else."""
+    if each.opcode == "dot":
+        left = inside.instructions[each.operands[0]].shapes[0]
+        dims = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", each.text)
+        summed = [left[1][int(dim)] for dim in filter(None, dims[1].split(","))] if dims else []
+        return 2.0 * numbers(each.shapes[0]) * math.prod(summed)
+    if each.opcode == "convolution":
+        kernel = inside.instructions[each.operands[1]].shapes[0]
+        labels = re.search(r"dim_labels=\w+_(\w+)->", each.text)[1]
+        return 2.0 * numbers(each.shapes[0]) * numbers(kernel) / max(kernel[1][labels.index("o")], 1)
+    if each.opcode == "fft":
+        lengths = re.search(r"fft_length=\{([\d,]*)\}", each.text)[1]
+        n = math.prod(map(int, lengths.split(",")))
+        made, taken = each.shapes[0], inside.instructions[each.operands[0]].shapes[0]
+        return 2.5 * max(numbers(made), numbers(taken)) * math.log2(max(n, 2)) * (1 if "RFFT" in each.text else 2)
+    return 0.0
+
+
+def users(inside: Computation) -> dict[str, list[Instruction]]:
+    found = defaultdict(list)
+    for each in inside.instructions.values():
+        for name in each.operands:
+            found[name].append(each)
+    return found
+
+
+def sliced(each: Instruction, by: dict[str, list[Instruction]]) -> bool:
+    """Whether of a sum each device takes its own part alone: accelerators' compilers make that a reduce-scatter."""
+    if each.root or not by[each.name]:
+        return False
+    return all(user.opcode == "dynamic-slice" or (user.opcode in PASSED and sliced(user, by)) for user in by[each.name])
+
+
+def group_of(each: Instruction) -> tuple[tuple[int, ...], int]:
+    """The devices of the first group, and how many there are in each; none are named where all are in one.
+
+    They are listed, or told by how the numbers of all devices are laid out: in rows, or along the axes of a mesh.
+    """
+    if each.opcode.startswith("collective-permute"):
+        pairs = re.findall(r"\{(\d+),(\d+)\}", each.text.partition("source_target_pairs=")[2].partition("}}")[0] + "}")
+        far = max(((int(a), int(b)) for a, b in pairs), key=lambda pair: abs(pair[0] - pair[1]), default=(0, 0))
+        return far, 2
+    told = each.text.partition("replica_groups=")[2]
+    if not told or told.startswith("{}"):
+        return (), 0
+    if found := re.match(r"\{\{([\d,]+)\}", told):
+        first = tuple(map(int, found[1].split(",")))
+    elif found := re.match(r"\[(\d+),(\d+)\]<=(\S+?),? ", told + " "):
+        first = tuple(map(int, laid_out(found[3]).reshape(int(found[1]), int(found[2]))[0]))
+    elif found := re.match(r"mesh\[([^\]]*)\](?:, device_ids=\((\S+)\))? ?\{([^}]*)\}", told):
+        sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", found[1])}
+        devices = laid_out(found[2] or f"[{math.prod(sizes.values())}]").reshape(tuple(sizes.values()))
+        part = {name: (before, n) for name, before, n in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", found[3])}
+        index = [along(n, *part[name]) if name in part else [0] for name, n in sizes.items()]
+        first = tuple(map(int, devices[np.ix_(*index)].ravel()))
+    else:
+        raise ValueError(f"the devices of a collective cannot be read: {told[:120]}")
+    return first, len(first)
+
+
+def laid_out(text: str) -> np.ndarray:
+    """The numbers of devices as `[2,4]T(1,0)` tells: counted in that shape, its axes then put into another order."""
+    dims, order = re.match(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()
+    shape = [int(n) for n in dims.split(",")]
+    counted = np.arange(math.prod(shape)).reshape(shape)
+    return counted.transpose([int(n) for n in order.split(",")]) if order else counted
+
+
+def along(size: int, before: str, n: str) -> list[int]:
+    """The places that a group takes of an axis: all, or with `(before)n` a part of it, which is counted so."""
+    if not n:
+        return list(range(size))
+    step = size // (int(before) * int(n))
+    return [i * step for i in range(int(n))]
+
+
+def plain(each: Computation) -> bool:
+    """Whether nothing in it loops or asks other devices."""
+    return not any(
+        i.opcode == "while" or i.opcode.removesuffix("-start") in COLLECTIVES for i in each.instructions.values()
+    )
+
+
+def work(text: str) -> Work:
+    """What the program of one device does, loops gone round."""
+    computations, entry = parse(text)
+    flops = moved = 0.0
+    kernels = open_loops = 0
+    sizes: Counter = Counter()
+    counts: Counter = Counter()
+    held = frozenset(name for name, each in computations.items() if plain(each))  # loops that a kernel could be
+
+    def visit(name: str, times: float, depth: int, fused: bool) -> None:
+        nonlocal flops, moved, kernels, open_loops
+        inside = computations[name]
+        by = users(inside)
+        for each in inside.instructions.values():
+            if each.opcode == "while":
+                n = rounds(each, inside, computations)
+                open_loops += n is None
+                body = called(each, "body")[0]
+                kernel = depth > 0 and body in held
+                if kernel and not fused:  # as a kernel would: its operands are read once, its results written once
+                    moved += times * size(each.shapes)
+                visit(body, times * (1 if n is None else n), depth + 1, fused or kernel)
+            elif each.opcode == "conditional":
+                branches = called(each, "branch_computations")
+                branches += called(each, "true_computation") + called(each, "false_computation")
+                for branch in branches:
+                    visit(branch, times / len(branches), depth, fused)
+            elif each.opcode in ("call", "fusion", "async-start"):
+                for inner in called(each, "to_apply") + called(each, "calls"):
+                    visit(inner, times, depth, fused)
+            elif each.opcode == "custom-call":
+                kernels += round(times) * any(kernel in each.text for kernel in KERNELS)
+            elif (kind := each.opcode.removesuffix("-start")) in COLLECTIVES:
+                taken = sum((inside.instructions[name].shapes for name in each.operands), ())
+                made = each.shapes
+                if each.opcode.endswith("-start") and kind != "all-reduce":
+                    made = made[len(taken) :] or made
+                if kind == "all-reduce" and sliced(each, by):
+                    kind = "reduce-scatter"
+                first, n = group_of(each)
+                if n == 1:
+                    continue
+                sizes[kind, first] += times * max(size(taken), size(made))
+                counts[kind, first] += times
+            elif operations := product(each, inside):
+                flops += times * operations
+                if not fused:
+                    operands = (inside.instructions[name].shapes for name in each.operands[:2])
+                    moved += times * (size(each.shapes) + sum(map(size, operands)))
+
+    visit(entry, 1, 0, False)
+    found = (Collective(kind, group, sizes[kind, group], round(n)) for (kind, group), n in counts.items())
+    return Work(flops, moved, tuple(sorted(found, key=lambda each: -each.size)), kernels, open_loops)

@@ -226,6 +226,10 @@ def useful(run: Run) -> float:
     return run.config.batch_size * length * (6.0 * active(run) + 12.0 * seen * m.width)
 
 
+def short(number: float) -> str:
+    return f"{number:,.1f}" if number >= 10 else f"{number:.3g}"
+
+
 def lines(row: Row) -> Iterable[str]:
     """The row for reading."""
     mesh = ", ".join(f"{axis}={n}" for axis, n in row["mesh"].items()) or "one device"
@@ -240,7 +244,7 @@ def lines(row: Row) -> Iterable[str]:
         f"{row['tokens']:,} tokens a step"
     )
     share = f" of {row['hbm'] / GIB:.1f} GiB" if "hbm" in row else ""
-    yield f"memory: {row['memory'] / GIB:.3g} GiB a chip{share}, {row['state'] / GIB:.3g} of it state and batch"
+    yield f"memory: {short(row['memory'] / GIB)} GiB a chip{share}, {short(row['state'] / GIB)} of it state and batch"
     yield (
         f"products: {row['flops']:.3g} FLOPs a chip, loops gone round; {row['useful_flops']:.3g} by 6 a token and "
         "parameter, and scores"
@@ -250,13 +254,13 @@ def lines(row: Row) -> Iterable[str]:
     if row["open_loops"]:
         yield f"  {row['open_loops']} loops go round nobody knows how often, and count once"
     for each in row["collectives"]:
-        far = f", {each['far_bytes'] / GIB:.3g} of them between slices" if each["far_bytes"] else ""
-        yield f"  {each['kind']} over {each['axes']}: {each['count']:,} bring {each['bytes'] / GIB:.3g} GiB a chip{far}"
+        far = f", {short(each['far_bytes'] / GIB)} of them between slices" if each["far_bytes"] else ""
+        yield f"  {each['kind']} over {each['axes']}: {each['count']:,} bring {short(each['bytes'] / GIB)} GiB a chip{far}"
     if "step_s" in row:
         yield (
-            f"on paper: compute {1e3 * row['compute_s']:.3g} ms, memory {1e3 * row['hbm_s']:.3g}, network "
-            f"{1e3 * row['near_s']:.3g}, between slices {1e3 * row['far_s']:.3g}; a step takes "
-            f"{1e3 * row['overlapped_s']:.3g} (all at once) to {1e3 * row['step_s']:.3g} ms, "
+            f"on paper: compute {short(1e3 * row['compute_s'])} ms, memory {short(1e3 * row['hbm_s'])}, network "
+            f"{short(1e3 * row['near_s'])}, between slices {short(1e3 * row['far_s'])}; a step takes "
+            f"{short(1e3 * row['overlapped_s'])} (all at once) to {short(1e3 * row['step_s'])} ms, "
             f"{row['share_overlapped']:.0%} to {row['share']:.0%} of peak; bound by {row['bound']}"
         )
     verdict = "fits" if row["fits"] else f"does not fit: {ROOM:.0%} of the chip's memory may be used"

@@ -254,8 +254,9 @@ def lines(row: Row) -> Iterable[str]:
     if row["open_loops"]:
         yield f"  {row['open_loops']} loops go round nobody knows how often, and count once"
     for each in row["collectives"]:
-        far = f", {short(each['far_bytes'] / GIB)} of them between slices" if each["far_bytes"] else ""
-        yield f"  {each['kind']} over {each['axes']}: {each['count']:,} bring {short(each['bytes'] / GIB)} GiB a chip{far}"
+        all_bytes, far_bytes = short(each["bytes"] / GIB), short(each["far_bytes"] / GIB)
+        far = f", {far_bytes} of them between slices" if each["far_bytes"] else ""
+        yield f"  {each['kind']} over {each['axes']}: {each['count']:,} bring {all_bytes} GiB a chip{far}"
     if "step_s" in row:
         yield (
             f"on paper: compute {short(1e3 * row['compute_s'])} ms, memory {short(1e3 * row['hbm_s'])}, network "

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from configs import pods
-from model.errors import UserError
+from experiments.measurements.sheet import rows_like
 from train import chips, compile_only
 from train import config as configs
-from train.revision import revision
+from train.revision import source_digest
 
 Row = dict[str, Any]
 GIB = 2**30
@@ -43,13 +43,8 @@ def cases() -> Iterator[Row]:
 
 def kept(file: Path, mixed: bool = False) -> list[Row]:
     """The rows in a file of this code (`mixed`: of any), but for those that failed."""
-    if not file.exists():
-        return []
-    try:
-        found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except ValueError as error:
-        raise UserError(f"{file} is not a file of rows, one JSON object per line: {error}") from error
-    return [row for row in found if "error" not in row and (mixed or row["revision"] == revision())]
+    alike = {} if mixed else {"source": source_digest()}
+    return [row for row in rows_like(file, alike) if "error" not in row]
 
 
 def measure(known: list[Row]) -> Iterator[Row]:
@@ -62,7 +57,7 @@ def measure(known: list[Row]) -> Iterator[Row]:
             alike.setdefault(program, []).append(case)
     for some in sorted(alike.values(), key=lambda some: some[0]["arch"] == "hybrid"):  # which takes minutes: last
         for case, found in zip(some, elsewhere(some), strict=True):
-            yield case | found
+            yield {"source": source_digest()} | case | found
 
 
 def elsewhere(cases: list[Row]) -> list[Row]:

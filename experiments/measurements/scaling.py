@@ -6,7 +6,6 @@ one by one: on a GPU in processes of their own, as tracing is Python's, which do
 """
 
 import contextlib
-import json
 import os
 import statistics
 import time
@@ -22,9 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from experiments.measurements.elsewhere import elsewhere
+from experiments.measurements.sheet import rows_like
 from experiments.measurements.speed import compiled_bytes
 from model.contract import Context, Mixer
-from model.errors import UserError, choose, out_of_memory
+from model.errors import choose, out_of_memory
 from model.mixers import MIXERS
 from train.revision import source_digest
 
@@ -115,16 +115,10 @@ def setting() -> Row:
 
 def kept(file: Path, mixed: bool = False) -> list[Row]:
     """The rows in a file of this code (`mixed`: of any), device and size, but for what there was no time for."""
-    if not file.exists():
-        return []
-    try:
-        found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except ValueError as error:
-        raise UserError(f"{file} is not a file of rows, one JSON object per line: {error}") from error
     here = setting()
     if mixed:
         del here["source"]
-    return [row for row in found if isinstance(row, dict) and row.items() >= here.items() and row["status"] != NO_TIME]
+    return [row for row in rows_like(file, here) if row["status"] != NO_TIME]
 
 
 def measure(mixer: Mixer, length: int, room: float) -> Row:

@@ -1,8 +1,12 @@
-"""How rows of figures are told: each in a sentence as it comes, and all of them in a table."""
+"""How rows of figures are told: each in a sentence as it comes, and all of them in a table; and rows of before."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from model.errors import UserError
 
 Row = Mapping[str, Any]
 
@@ -35,3 +39,14 @@ class Sheet:
             cells = [self.name(row, key) for key in self.names] + [self.figure(row, key) for key in self.figures]
             lines.append("| " + " | ".join(cells) + " |")
         return "\n".join(lines) + "\n"
+
+
+def rows_like(file: Path, alike: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows in a file, which need not be there, that have all of this in common."""
+    if not file.exists():
+        return []
+    try:
+        found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except ValueError as error:
+        raise UserError(f"{file} is not a file of rows, one JSON object per line: {error}") from error
+    return [row for row in found if isinstance(row, dict) and row.items() >= alike.items()]

@@ -79,6 +79,13 @@ def test_of_a_cycle_one_block_is_made_anew_at_a_time():
 
 
 @pytest.mark.scale
+def test_many_layers_of_a_cycle_share_the_length_beside_another_axis():
+    """Each asks which stretch its device has, by what the compiler can tell inside of what it calls several times."""
+    kinds = dict(model__mixers=str((*["mamba2"] * 4, "attention")), model__layers="10", model__position="none")
+    assert temporary(mesh__data="2", mesh__sequence="4", data__mqar__length="64", **kinds) > 0
+
+
+@pytest.mark.scale
 def test_the_command():
     ended = run("train", f"--config={DEBUG}", "--compile_only", "--topology=v5e:2x4")
     assert ended.returncode == 0, ended.stderr

@@ -261,13 +261,13 @@ def skipping(
         (tail1, n1), (tail2, n2) = first, second
         return followed(tail1, tail2, n2), jnp.minimum(n1 + n2, tail1.shape[1])
 
-    def stretch(tokens, others, names):
+    def stretch(tokens, others, share):
         x, reach, real = tokens
         past, weights = others
-        if names:
+        if share is not None:
             count = jnp.full(x.shape[0], x.shape[1]) if real is None else jnp.sum(real, axis=1)
             mine = conv_tail(x, jnp.zeros_like(past), real), jnp.minimum(count, past.shape[1])
-            past = followed(past, *of_earlier(combine, mine, jax.tree.map(jnp.zeros_like, mine), names))
+            past = followed(past, *of_earlier(combine, mine, jax.tree.map(jnp.zeros_like, mine), share))
         if real is None:
             return run(x, past, reach, *weights), ()
         there, back = places(real)

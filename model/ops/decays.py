@@ -79,13 +79,13 @@ def exponents(decay: Array, entering: Array, pp0: Array) -> tuple[Array, Array, 
     def combine(one, two):
         return one[0] + two[0], jnp.maximum(one[1] + two[0], two[1])
 
-    def stretch(tokens, pp0, names):
+    def stretch(tokens, pp0, share):
         faded, top = lax.associative_scan(combine, tokens, axis=1)
         empty = jnp.zeros_like(pp0), jnp.full_like(pp0, -jnp.inf)
-        _, start = combine((0, pp0), of_earlier(combine, (faded[:, -1], top[:, -1]), empty, names))
+        _, start = combine((0, pp0), of_earlier(combine, (faded[:, -1], top[:, -1]), empty, share))
         pp = jnp.maximum(top, faded + start[:, None])
         before = jnp.concatenate([start[:, None], pp[:, :-1]], axis=1)
-        return (before, pp), of_last(pp[:, -1], names)
+        return (before, pp), of_last(pp[:, -1], share)
 
     (before, pp), end = on_stretches(stretch, (decay, entering), pp0)
     return before, pp, end

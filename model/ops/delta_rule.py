@@ -196,16 +196,16 @@ def chunked(tokens: Tokens, h0: Array, keep: Array | None) -> tuple[Array, Array
     if stretches(tokens["q"].shape[1]) == 1:
         return chunks_in_turn(tokens, h0)
 
-    def stretch(tokens, h0, names):
+    def stretch(tokens, h0, share):
         """It does `h -> A h + c` to any state, and so do its outputs; run once, A is what becomes of the identity."""
         K = h0.shape[2]
         empty = jnp.broadcast_to(jnp.eye(K, dtype=h0.dtype), (*h0.shape[:2], K, K)), jnp.zeros_like(h0)
         y, end = chunks_in_turn(tokens, jnp.concatenate(empty, axis=-1))
         A, c = end[..., :K], end[..., K:]
-        before = of_earlier(composed, (A, c), empty, names)
+        before = of_earlier(composed, (A, c), empty, share)
         start = times(before[0], h0) + before[1]
         y = y[..., K:] + einsum("blhk,bhkp->blhp", y[..., :K], start)
-        return y, of_last(times(A, start) + c, names)
+        return y, of_last(times(A, start) + c, share)
 
     return on_stretches(stretch, tokens, h0)
 

@@ -17,7 +17,7 @@ from model import placement
 from model.errors import UserError, choose
 from model.ops.fused import needs_unmet, refuse
 from model.ops.stepped_selective import stepped_selective
-from model.ops.stretches import handed_on, on_stretches, stretches
+from model.ops.stretches import Share, handed_on, on_stretches, stretches
 
 Array = jax.Array
 Inputs = Any  # a pytree of arrays whose first two axes are batch and length, in either order
@@ -144,7 +144,7 @@ def sharded(
         )
     method = on_this_platform()
 
-    def stretch(x, others, names):
+    def stretch(x, others, share):
         h, shared = others
         read, write = bind(expand, shared), bind(contract, shared)
 
@@ -154,7 +154,7 @@ def sharded(
             return (a * products, a * ends + b), ()
 
         effect, _ = over_chunks(join, read, (jnp.ones_like(h), jnp.zeros_like(h)), x, chunk)
-        start, last = handed_on(*effect, h, names)
+        start, last = handed_on(*effect, h, share)
         return chunked(read, write, start, x, chunk, method)[0], last
 
     return on_stretches(stretch, inputs, (h0, shared), axis=0)
@@ -263,19 +263,19 @@ def kernels_lack(x: Array, A: Array) -> list[str]:
     return reasons
 
 
-def stepped(tokens: Inputs, others: tuple[Array, Array], names: tuple[str, ...]) -> tuple[Array, Array]:
+def stepped(tokens: Inputs, others: tuple[Array, Array], share: Share | None) -> tuple[Array, Array]:
     """On each of the devices that share the length; a first walk finds what its stretch does to any state."""
     (x, dt, B, C, keep), (A, h0) = tokens, others
 
     def walk(h: Array) -> tuple[Array, Array]:
         return stepped_selective(x, dt, A, B, C, h, keep, CHUNK)
 
-    if not names:
+    if share is None:
         return walk(h0)
     left = jnp.exp(jnp.sum(dt, axis=1)[..., None] * A)
     if keep is not None:
         left *= jnp.min(keep, axis=1)[:, None, None]
-    start, last = handed_on(left, walk(jnp.zeros_like(h0))[1], h0, names)
+    start, last = handed_on(left, walk(jnp.zeros_like(h0))[1], h0, share)
     return walk(start)[0], last
 
 

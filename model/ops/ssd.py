@@ -113,11 +113,11 @@ def chunked(
     if stretches(x.shape[1]) == 1:
         return products(x, dt, a, B, C, h0, opens, chunk)
 
-    def stretch(tokens, h0, names):
+    def stretch(tokens, h0, share):
         x, dt, a, B, C, opens = tokens
         _, end = products(x, dt, a, B, C, jnp.zeros_like(h0), opens, chunk)
         decay = jnp.exp(jnp.sum(a if opens is None else jnp.where(opens[..., None], FORGET, a), axis=1))
-        start, last = handed_on(decay[..., None, None], end, h0, names)
+        start, last = handed_on(decay[..., None, None], end, h0, share)
         return products(x, dt, a, B, C, start, opens, chunk)[0], last
 
     return on_stretches(stretch, (x, dt, a, B, C, opens), h0)

@@ -6,8 +6,8 @@ device the whole length of some of them (`by_channels`). Either way no device ho
 """
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,30 +22,42 @@ Tree = Any
 Axes = tuple[str | None, ...]  # the logical axes of an array
 
 
+class Share(NamedTuple):
+    """The mesh axes that split a length, and which of the stretches a device has.
+
+    Devices are told by an array that lies on them as the length does: `lax.axis_index` asks for a number that the
+    compiler cannot give inside of what it calls several times, where other axes are its own to divide.
+    """
+
+    names: tuple[str, ...]
+    place: Array
+
+
 def stretches(length: int) -> int:
     """How many devices share a length, each an equal part; 1: every device has it whole."""
     return placement.shards("length", length)
 
 
 def on_stretches(run: Callable[..., tuple[Tree, Tree]], tokens: Tree, others: Tree, axis: int = 1) -> tuple[Tree, Tree]:
-    """`run(tokens, others, names)` on each device, with its own stretch of the tokens along an axis.
+    """`run(tokens, others, share)` on each device, with its own stretch of the tokens along an axis.
 
-    It returns two trees: what is a token's, split as the tokens are, and what is the same on every device. `names` are
-    the mesh axes that split the length, none where it is whole. Batch and channels stay as the compiler has them. What
-    is differentiated must come to `run` as an argument, not by closure.
+    It returns two trees: what is a token's, split as the tokens are, and what is the same on every device. `share` is
+    the device's, None where the length is whole. Batch and channels stay as the compiler has them. What is
+    differentiated must come to `run` as an argument, not by closure.
     """
-    if stretches(jax.tree.leaves(tokens)[0].shape[axis]) == 1:
-        return run(tokens, others, ())
+    n = stretches(jax.tree.leaves(tokens)[0].shape[axis])
+    if n == 1:
+        return run(tokens, others, None)
     names = placement.axes("length")
     split, everywhere = PartitionSpec(*[None] * axis, names), PartitionSpec()
     parts, together = apart(others)
     return jax.shard_map(
-        lambda tokens, parts: run(tokens, together(parts), names),
-        in_specs=(split, everywhere),
+        lambda tokens, parts, places: run(tokens, together(parts), Share(names, places[0])),
+        in_specs=(split, everywhere, PartitionSpec(names)),
         out_specs=(split, everywhere),
         axis_names=set(names),
         check_vma=False,
-    )(tokens, parts)
+    )(tokens, parts, jnp.arange(n, dtype=jnp.int32))
 
 
 def apart(tree: Tree) -> tuple[list[tuple[Array, ...]], Callable]:
@@ -61,20 +73,20 @@ def apart(tree: Tree) -> tuple[list[tuple[Array, ...]], Callable]:
     return [(x.real, x.imag) if jnp.iscomplexobj(x) else (x,) for x in leaves], together
 
 
-def of_earlier(combine: Callable[[Tree, Tree], Tree], mine: Tree, empty: Tree, names: tuple[str, ...]) -> Tree:
+def of_earlier(combine: Callable[[Tree, Tree], Tree], mine: Tree, empty: Tree, share: Share | None) -> Tree:
     """What the stretches before this device's come to, by an associative `combine(earlier, later)`.
 
     `mine` is what this device's own comes to, `empty` what none does. In log(n) rounds devices ever farther apart
     exchange what they know, so that none holds more than two of them at a time.
     """
-    if not names:
+    if share is None:
         return empty
-    n, here = lax.axis_size(names), lax.axis_index(names)
+    n = lax.axis_size(share.names)
 
     def from_before(tree, distance, otherwise):
         sent = [(i, i + distance) for i in range(n - distance)]
-        moved = jax.tree.map(lambda leaf: lax.ppermute(leaf, names, sent), tree)
-        return jax.tree.map(lambda new, old: jnp.where(here >= distance, new, old), moved, otherwise)
+        moved = jax.tree.map(lambda leaf: lax.ppermute(leaf, share.names, sent), tree)
+        return jax.tree.map(lambda new, old: jnp.where(share.place >= distance, new, old), moved, otherwise)
 
     known, distance = from_before(mine, 1, empty), 1
     while distance < n - 1:
@@ -83,16 +95,16 @@ def of_earlier(combine: Callable[[Tree, Tree], Tree], mine: Tree, empty: Tree, n
     return known
 
 
-def of_last(tree: Tree, names: tuple[str, ...]) -> Tree:
+def of_last(tree: Tree, share: Share | None) -> Tree:
     """What the last device has, on all of them."""
-    if not names:
+    if share is None:
         return tree
-    last = lax.axis_index(names) == lax.axis_size(names) - 1
+    last = share.place == lax.axis_size(share.names) - 1
     parts, together = apart(tree)
-    return together(jax.tree.map(lambda leaf: lax.psum(jnp.where(last, leaf, 0), names), parts))
+    return together(jax.tree.map(lambda leaf: lax.psum(jnp.where(last, leaf, 0), share.names), parts))
 
 
-def handed_on(products: Array, ends: Array, h0: Array, names: tuple[str, ...]) -> tuple[Array, Array]:
+def handed_on(products: Array, ends: Array, h0: Array, share: Share | None) -> tuple[Array, Array]:
     """The state that this device's stretch begins with and that the last one ends with.
 
     A stretch does `h -> products h + ends` to any state; h0 is that before the first.
@@ -103,9 +115,9 @@ def handed_on(products: Array, ends: Array, h0: Array, names: tuple[str, ...]) -
         return a2 * a1, a2 * b1 + b2
 
     empty = jnp.ones_like(products), jnp.zeros_like(ends)
-    before, added = of_earlier(combine, (products, ends), empty, names)
+    before, added = of_earlier(combine, (products, ends), empty, share)
     start = before * h0 + added
-    return start, of_last(products * start + ends, names)
+    return start, of_last(products * start + ends, share)
 
 
 def by_channels(run: Callable[..., Tree], arrays: tuple[Array, ...], axes: tuple[Axes, ...], out: tuple[Axes, ...]):
@@ -126,7 +138,7 @@ def by_channels(run: Callable[..., Tree], arrays: tuple[Array, ...], axes: tuple
     def fill(leaf, axis, mode):
         return jnp.pad(leaf, [(0, (n * own - width) * (i == axis)) for i in range(leaf.ndim)], mode=mode)
 
-    def take(leaf, names):
+    def take(place, leaf, names):
         if "inner" not in names:
             return leaf
         axis = names.index("inner")
@@ -134,8 +146,7 @@ def by_channels(run: Callable[..., Tree], arrays: tuple[Array, ...], axes: tuple
             leaf = fill(leaf, axis, "constant")
             return lax.all_to_all(leaf, mesh_axes, axis, names.index("length"), tiled=True)
         # With copies: what zeros would make of a weight need not be a number.
-        first = lax.axis_index(mesh_axes) * own
-        return lax.dynamic_slice_in_dim(fill(leaf, axis, "edge"), first, own, axis)
+        return lax.dynamic_slice_in_dim(fill(leaf, axis, "edge"), place * own, own, axis)
 
     def give(leaf, names):
         axis = names.index("inner")
@@ -145,13 +156,13 @@ def by_channels(run: Callable[..., Tree], arrays: tuple[Array, ...], axes: tuple
             leaf = lax.all_gather(leaf, mesh_axes, axis=axis, tiled=True)
         return lax.slice_in_dim(leaf, 0, width, axis=axis)
 
-    def mine(*parts):
+    def mine(places, *parts):
         if n == 1:
             return run(*together(parts))
-        made = run(*map(take, together(parts), axes))
+        made = run(*map(partial(take, places[0]), together(parts), axes))
         return tuple(map(give, made, out))
 
-    def place(names, shape):
+    def lying(names, shape):
         whole = None if "inner" not in names else "length"
         return placement.spec([whole if name == "length" else name for name in names], shape)
 
@@ -159,11 +170,14 @@ def by_channels(run: Callable[..., Tree], arrays: tuple[Array, ...], axes: tuple
     parts, together = apart(arrays)
     return jax.shard_map(
         mine,
-        in_specs=tuple(place(names, leaf.shape) for names, leaf in zip(axes, arrays, strict=True)),
-        out_specs=tuple(place(names, leaf.shape) for names, leaf in zip(out, shapes, strict=True)),
+        in_specs=(
+            PartitionSpec(mesh_axes if n > 1 else None),
+            *(lying(names, leaf.shape) for names, leaf in zip(axes, arrays, strict=True)),
+        ),
+        out_specs=tuple(lying(names, leaf.shape) for names, leaf in zip(out, shapes, strict=True)),
         axis_names=shared,
         check_vma=False,
-    )(*parts)
+    )(jnp.arange(n, dtype=jnp.int32), *parts)
 
 
 @cache

@@ -102,10 +102,10 @@ def chunked(r: Array, k: Array, v: Array, w: Array, h0: Array, keep: Array | Non
     if stretches(v.shape[1]) == 1:
         return chunks_in_turn(run_chunk, h0, r, k, v, w)
 
-    def stretch(tokens, h0, names):
+    def stretch(tokens, h0, share):
         r, k, v, w = tokens
         _, end = chunks_in_turn(lambda h, tokens: (block_states(h, *tokens)[0], None), jnp.zeros_like(h0), k, v, w)
-        start, last = handed_on(jnp.exp(jnp.sum(w, axis=1))[..., None], end, h0, names)
+        start, last = handed_on(jnp.exp(jnp.sum(w, axis=1))[..., None], end, h0, share)
         return chunks_in_turn(run_chunk, start, r, k, v, w)[0], last
 
     return on_stretches(stretch, (r, k, v, w), h0)

@@ -64,7 +64,7 @@ GPUS = {"h100": ("H100", "nvidia-h100-80gb")}  # SkyPilot's name, and GKE's
 # What --storage is for each engine.
 STORED = {
     "gcloud": (r"[^:/\s]+:/\S*", "an NFS export, HOST:/PATH"),
-    "gke": (r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", "the name of a persistent volume claim"),
+    "gke": (r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", "the name of a persistent volume claim, in small letters"),
     "skypilot": (r"[a-z0-9]+://\S+", "the address of a bucket, as gs://NAME"),
 }
 

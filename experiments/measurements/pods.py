@@ -18,6 +18,7 @@ from experiments.measurements.sheet import rows_like
 from train import chips, compile_only
 from train import config as configs
 from train.revision import source_digest
+from train.sharding import AXES
 
 Row = dict[str, Any]
 GIB = 2**30
@@ -115,7 +116,7 @@ def cells(row: Row) -> list[str]:
     seconds, tokens = row["step_s"], row["tokens"]
     return [
         *named,
-        " ".join(f"{axis}={n}" for axis, n in row["mesh"].items()),
+        " ".join(f"{axis}={row['mesh'][axis]}" for axis in AXES if axis in row["mesh"]),
         f"{tokens:,}",
         f"{row['memory'] / GIB:.1f}" + ("" if row["fits"] else " (does not fit)"),
         f"{row['hbm'] / GIB:.1f}",

@@ -129,6 +129,8 @@ def loop(
     clock = ledger.clock
     clock.enter("restore")
     restored = checkpoints.restore(run.abstract)
+    if restored is None:
+        clock.enter("start")
     step, state = restored if restored is not None else (0, start.begin(run, source))
     scores: dict[str, float] = {}
     revisions = [revision()]

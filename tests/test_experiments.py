@@ -160,7 +160,7 @@ def test_a_folder_with_another_config_is_refused(tmp_path):
     (run,) = expand(DEBUG, common={"steps": 7})
     folder = tmp_path / "seed=0"
     folders.claim(folder, run, "abc")
-    folders.write_json(folder / "config.json", {"steps": 7, "batch_size": 16})
+    folders.write_json(folder / "config.json", {"steps": 7, "batch_size": 16, "resume_safe": ["keep"]})
     assert list(campaign.plan([run], tmp_path)) == ["seed=0"]
     with pytest.raises(UserError, match="holds a run with steps=7, not steps=8"):
         campaign.plan(expand(DEBUG, common={"steps": 8}), tmp_path)

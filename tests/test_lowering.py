@@ -132,6 +132,8 @@ def test_every_implementation_lowers(chip, sizes):
 
     text = lowered(mesh, every, *arrays(mesh, jnp.bfloat16))
     assert ("all_to_all" in text) == ("sequence" in sizes)
+    # A GPU's compiler asks XLA's evaluator of constants where slices of loops begin, and that knows no barrier.
+    assert "optimization_barrier" not in text
 
 
 def standing_in(mesh):

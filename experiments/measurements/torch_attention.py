@@ -27,14 +27,23 @@ def contenders(
     slopes = torch.tensor([2 ** (-8 * (h + 1) / heads) for h in range(heads)], device="cuda")
     table = torch.randn((32, heads), device="cuda")  # fixed: flex_attention failed to compile its gradient
     sinks = torch.zeros(heads, device="cuda", requires_grad=True)
+    hidden, hidden_bias = torch.randn((2, 32), device="cuda")
+    out = torch.randn((32, heads), device="cuda")
 
     def t5_bucket(distance):
         far = 16 + (torch.log(distance.clamp(min=1) / 16) / math.log(128 / 16) * 16).to(torch.int32)
         return torch.where(distance < 16, distance, far.clamp(max=31))
 
+    def fire(h, i, j):
+        """With the reach at which ours begins; every unit is written out, as a score is a scalar to flex_attention."""
+        far = torch.clamp(i, min=math.exp(6.0))
+        x = torch.log1p((i - j).clamp(min=0)) / torch.log1p(far)
+        return sum(out[u, h] * torch.relu(hidden[u] * x + hidden_bias[u]) for u in range(32))
+
     scores = {
         "alibi": lambda s, b, h, i, j: s - slopes[h] * (i - j),
         "kerple": lambda s, b, h, i, j: s - math.log(2) * torch.log1p(math.log(2) * (i - j).abs()),  # as ours begins
+        "fire": lambda s, b, h, i, j: s + fire(h, i, j),
         "t5": lambda s, b, h, i, j: s + table[t5_bucket((i - j).clamp(min=0)), h],
         "soft cap": lambda s, b, h, i, j: soft_cap * torch.tanh(s / soft_cap),
     }

@@ -91,9 +91,12 @@ def exit_code(tally: Tally) -> int:
 
 
 def _refuse_other_config(folder: Path, config: ConfigDict) -> None:
-    """A row must come from its config alone, so not even what a resumed run may change may differ here."""
+    """A row must come from its config alone, so not even what a resumed run may change may differ here.
+
+    Which keys those are may: it grows with the code, and tells a run nothing.
+    """
     found = configs.tuples(folders.read_json(folder / "config.json") or {})
     old, new = configs.flatten(found), configs.flatten(config)
-    for key in sorted(old.keys() & new.keys()):
+    for key in sorted((old.keys() & new.keys()) - {"resume_safe"}):
         if old[key] != new[key]:
             raise UserError(f"{folder} holds a run with {key}={old[key]}, not {key}={new[key]}; choose another --out")

@@ -12,6 +12,7 @@ from model.layers import check_divides
 from model.mixers.mamba import inverse_softplus_dt
 from model.mixers.s4d import INITS, starting_modes
 from model.mixers.state_space import StateSpace, System, marks, paired
+from model.ops.fused import needs_unmet, refuse
 from model.ops.scan import IMPLEMENTATIONS as SCANS
 from model.ops.scan import diagonal_scan
 from model.settings import Dim, Positive
@@ -39,31 +40,65 @@ def b2s6_recurrence(
     A: [N]; B_weight, B_bias, C: [J, P, N].
     """
     rows, L, D = u.shape
-
-    def expand(inputs, w, b, A, B_weight, B_bias, C):
-        x = inputs["x"]
-        dt = jax.nn.softplus(jnp.einsum("lbjp,jp->lbj", x, w)[..., None] + b)
-        if "real" in inputs:
-            dt = jnp.where(inputs["real"][..., None, None], dt, 0)  # which leaves the state as it was
-        grown = jnp.expm1(dt[..., None] * A)
-        a, B = 1 + grown, jax.lax.complex(chosen(x, B_weight.real), chosen(x, B_weight.imag)) + B_bias
-        if "opens" in inputs:
-            a = jnp.where((inputs["opens"] & inputs["real"])[..., None, None, None], 0, a)
-        return a, grown * B * x[..., None]
-
-    def contract(h, inputs, w, b, A, B_weight, B_bias, C):
-        return 2 * jnp.sum(h.real * chosen(inputs["x"], C), axis=-1)
-
     h0 = h0.reshape(rows, *w.shape, -1)
     inputs = dict(x=u.reshape(rows, L, *w.shape)) | marks(ctx)
     shared = (w, b, A, B_weight / A, B_bias / A, C)
-    y, h = diagonal_scan(expand, contract, h0, inputs, shared, implementation=implementation)
+    if implementation == "fused":
+        refuse("scan", kernels_lack(u, A))
+        y, h = by_kernels(inputs, h0, *shared)
+    else:
+        y, h = diagonal_scan(expand, contract, h0, inputs, shared, implementation=implementation)
     return y.reshape(rows, L, D), h.reshape(rows, D, -1)
 
 
+def expand(inputs, w, b, A, B_weight, B_bias, C):
+    """With the tokens that a scan has at hand: of all of them, what they choose would be larger than they are."""
+    x, (dt, forgets) = inputs["x"], steps(inputs, w, b)
+    grown = jnp.expm1(dt[..., None] * A)
+    a, B = 1 + grown, written(x, B_weight)[..., None, :] + B_bias
+    if forgets is not None:
+        a = jnp.where(forgets[..., None, None, None], 0, a)
+    return a, grown * B * x[..., None]
+
+
+def contract(h, inputs, w, b, A, B_weight, B_bias, C):
+    return 2 * jnp.sum(h.real * chosen(inputs["x"], C)[..., None, :], axis=-1)
+
+
+def by_kernels(inputs, h0, w, b, A, B_weight, B_bias, C):
+    from model.ops.fused_modes import fused_modes  # here: Pallas takes a second to load
+
+    x, (dt, forgets) = inputs["x"], steps(inputs, w, b)
+    keep = None if forgets is None else ~forgets
+    return fused_modes(x, dt, A, written(x, B_weight), 2 * chosen(x, C), B_bias, h0, keep)
+
+
+def steps(inputs: dict[str, Array], w: Array, b: Array) -> tuple[Array, Array | None]:
+    """dt, `[..., J, P]`, and where the past is forgotten, if anywhere."""
+    dt = jax.nn.softplus(jnp.einsum("...jp,jp->...j", inputs["x"], w)[..., None] + b)
+    if "real" not in inputs:
+        return dt, None
+    dt = jnp.where(inputs["real"][..., None, None], dt, 0)  # which leaves the state as it was
+    return dt, inputs["opens"] & inputs["real"]
+
+
 def chosen(x: Array, weight: Array) -> Array:
-    """What a block's part of the token makes of a weight, for all its channels: `[..., J, 1, N]`."""
-    return jnp.einsum("lbjp,jpn->lbjn", x, weight)[..., None, :]
+    """What a block's part of the token makes of a weight, for all its channels: `[..., J, N]`."""
+    return jnp.einsum("...jp,jpn->...jn", x, weight)
+
+
+def written(x: Array, weight: Array) -> Array:
+    return jax.lax.complex(chosen(x, weight.real), chosen(x, weight.imag))
+
+
+def kernels_lack(u: Array, A: Array) -> list[str]:
+    """Why the kernels cannot serve a call; empty if they can. u: [B, L, D]; A: [N]."""
+    reasons, N = needs_unmet(u), len(A)
+    if u.dtype != jnp.float32:
+        reasons.append(f"{u.dtype} (it takes float32)")
+    if N & (N - 1):
+        reasons.append(f"{N} modes (it takes a power of two)")
+    return reasons
 
 
 class B2S6(StateSpace):
@@ -78,7 +113,7 @@ class B2S6(StateSpace):
     A_init: Literal[*INITS] = "lin"  # as S4D's
     dt_min: Positive = 0.001
     dt_max: Positive = 0.1
-    implementation: Literal[*SCANS] | None = None  # of the scan; None picks
+    implementation: Literal[*SCANS, "fused"] | None = None  # of the scan; None picks
 
     convolves: ClassVar[bool] = False
     groups: ClassVar[dict[str, str]] = {

@@ -62,9 +62,20 @@ def test_what_is_no_pod_config_is_refused(argument, told):
 
 
 @pytest.mark.scale
-@pytest.mark.parametrize(("arch", "length"), [("s4d", 8192), ("attention", 2**20)])
-def test_a_pod_config_fits_by_the_compilers_word(arch, length):
-    spec = f"configs/pods.py:arch={arch},size=1b3,target=v5e-256,length={length}"
-    ended = run("train", f"--config={spec}", "--compile_only", "--topology=v5e:16x16", timeout=300)
+@pytest.mark.parametrize(
+    ("arch", "size", "target", "length"),
+    [
+        ("s4d", "1b3", "v5e-256", 8192),
+        ("attention", "1b3", "v5e-256", 2**20),
+        ("mamba2", "125m", "v6e-256", 8192),
+        ("hybrid", "125m", "v5p-128", 8192),
+        ("gated_deltanet", "125m", "h100-64", 8192),
+        ("moe", "8x1b3", "h100-64", 8192),
+    ],
+)
+def test_a_pod_config_fits_by_the_compilers_word(arch, size, target, length):
+    """One of each architecture and machine; `make pods` has them all."""
+    spec = f"configs/pods.py:arch={arch},size={size},target={target},length={length}"
+    ended = run("train", f"--config={spec}", "--compile_only", f"--topology={pods.TARGETS[target]}", timeout=300)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-1] == "fits"

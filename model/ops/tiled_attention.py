@@ -142,16 +142,16 @@ def at(o: Operands, i: jax.Array, j: jax.Array) -> Operands:
     )
 
 
-def after(x: jax.Array, i: jax.Array, j: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A pair of blocks that is known no sooner than x.
+def after(x: jax.Array, i: jax.Array, j: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A pair of blocks, and whether it is wanted, known no sooner than x.
 
     Masks follow from pairs and positions, which no layer changes, and JAX takes what is the same in every round out of
     a loop over layers: the masks of all tiles would be made before it, and be held together, L M of them. No block is
-    below zero, so nothing changes; XLA does not know that. (Not an optimization_barrier: its evaluator of constants has
-    none, and a GPU's compiler asks it what the indices of slices are.)
+    below zero, so nothing changes; but that is not known to XLA. (Not an optimization_barrier: XLA's evaluator of
+    constants has none, and a GPU's compiler asks it for the indices of slices.)
     """
     below = jnp.minimum(x[(0,) * x.ndim].astype(jnp.int32), 0)
-    return jnp.maximum(i, below), jnp.maximum(j, below)
+    return jnp.maximum(i, below), jnp.maximum(j, below), want & (below <= 0)
 
 
 def needed(form: Form, c: Operands, pairs: Pairs) -> jax.Array:
@@ -236,8 +236,7 @@ def forward(form: Form, tile: tuple[int, int], pairs: Pairs, o: Operands):
     wanted = needed(form, c, pairs) if pairs.sparse else jnp.ones(len(pairs.i), bool)
 
     def step(carry, pair):
-        *blocks, want = pair
-        i, j = after(c.q, *blocks)
+        i, j, want = after(c.q, *pair)
         t = at(c, i, j)
 
         def see(*seen):
@@ -280,8 +279,7 @@ def gradients(form: Form, tile: tuple[int, int], pairs: Pairs, kept, grads) -> O
 
     def step(carry, pair):
         by_query, by_key, d_shared = carry
-        *blocks, want = pair
-        i, j = after(c.q, *blocks)
+        i, j, want = after(c.q, *pair)
         t = at(c, i, j)
 
         def see(by_query, by_key, d_shared):

@@ -16,9 +16,9 @@
 loop, startup and determinism take --config=FILE, which may be repeated (default: the quickstart's architectures; for
 determinism five of width 128 in bfloat16), and --config.KEY=VALUE; all take --out=FILE, where rows go as JSON lines,
 and for all but the first two a table beside them, with the ending md; for scaling a picture too, with the ending png.
-state takes --kind and --shape, which may be repeated. Where bits differ, or a pod config does not fit, the exit code is
-1. Call scaling or pods again with the same --out to take it up where it stopped; with --mixed, after the code has
-changed.
+Of attention, scan, state, step and decode --only='case=fire;n=8192' measures a part, by what names its rows. Where bits
+differ, or a pod config does not fit, the exit code is 1. Call scaling or pods again with the same --out to take it up
+where it stopped; with --mixed, after the code has changed.
 """
 
 import json
@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated
 
 import jax
@@ -37,10 +38,10 @@ from experiments.measurements import (
     determinism,
     features,
     overhead,
+    part,
     pods,
     scaling,
     scan_speed,
-    speed,
     startup,
     state_speed,
     step_speed,
@@ -57,8 +58,7 @@ from train.revision import revision
 CONFIG = flags.DEFINE_multi_string("config", [], "Config file, with its argument if any; may be repeated.")
 STEPS = cli.flag("steps", Annotated[int, within(2, LARGEST)], 500, "loop: steps in a round.")
 ROUNDS = cli.flag("rounds", Count, 3, "All that compare: times that each contender has its turn.")
-KIND = flags.DEFINE_multi_string("kind", [], "state: what decays; may be repeated (default: every kind).")
-SHAPE = flags.DEFINE_multi_string("shape", [], "state: rows x tokens; may be repeated (default: every shape).")
+ONLY = cli.flag("only", str, None, "KEY=VALUE,VALUE;KEY=VALUE: a part of what is compared, by the names of its rows.")
 KILLS = cli.flag("kills", Count, 3, "determinism: times that a run is killed, and then resumed.")
 MINUTES = cli.flag("minutes", Positive, 8.0, "scaling: time for all mixers together, compiling included.")
 ASKED = cli.flag("mixers", Name, None, "scaling: the mixers, with commas between them; default all.")
@@ -89,15 +89,10 @@ def bench_startup() -> Iterator[tuple[dict, str]]:
         yield {"config": spec, **row}, f"{spec}: {times}"
 
 
-def bench_contenders(name: str) -> Iterator[tuple[dict, str]]:
-    bench = CONTESTS[name]
-    for row in speed.measure(bench.settings(), bench.contenders, ROUNDS.value):
+def bench_compared(bench: ModuleType) -> Iterator[tuple[dict, str]]:
+    wanted = part.ALL if ONLY.value is None else part.read(ONLY.value, bench.SHEET.names, bench.settings())
+    for row in bench.measure(ROUNDS.value, wanted):
         yield row, bench.SHEET.sentence(row)
-
-
-def bench_state() -> Iterator[tuple[dict, str]]:
-    for row in state_speed.measure(KIND.value, SHAPE.value, ROUNDS.value):
-        yield row, state_speed.SHEET.sentence(row)
 
 
 def bench_kernels() -> Iterator[tuple[dict, str]]:
@@ -107,16 +102,6 @@ def bench_kernels() -> Iterator[tuple[dict, str]]:
                 yield {"bench": name, **row}, text
         except UserError as error:  # what runs on other chips alone
             print(error)
-
-
-def bench_step() -> Iterator[tuple[dict, str]]:
-    for row in step_speed.measure(ROUNDS.value):
-        yield row, step_speed.SHEET.sentence(row)
-
-
-def bench_decode() -> Iterator[tuple[dict, str]]:
-    for row in decode_speed.measure(ROUNDS.value):
-        yield row, decode_speed.SHEET.sentence(row)
 
 
 def bench_determinism() -> Iterator[tuple[dict, str]]:
@@ -162,27 +147,27 @@ def specs() -> list[str]:
     return CONFIG.value or list(dict.fromkeys(one_task))
 
 
-CONTESTS = {"attention": attention_speed, "scan": scan_speed}
-KERNELS = (*CONTESTS, "state")
+COMPARED = {
+    "attention": attention_speed,
+    "scan": scan_speed,
+    "state": state_speed,
+    "step": step_speed,
+    "decode": decode_speed,
+}
+KERNELS = ("attention", "scan", "state")
 BENCHES: dict[str, Callable[[], Iterator[tuple[dict, str]]]] = {
     "loop": bench_loop,
     "startup": bench_startup,
-    **{name: partial(bench_contenders, name) for name in CONTESTS},
-    "state": bench_state,
+    **{name: partial(bench_compared, bench) for name, bench in COMPARED.items()},
     "kernels": bench_kernels,
-    "step": bench_step,
-    "decode": bench_decode,
     "determinism": bench_determinism,
     "features": bench_features,
     "pods": bench_pods,
     "scaling": bench_scaling,
 }
 MARKDOWN: dict[str, Callable[[list[dict]], str]] = {
-    **{name: contest.SHEET.table for name, contest in CONTESTS.items()},
-    "state": state_speed.SHEET.table,
+    **{name: bench.SHEET.table for name, bench in COMPARED.items()},
     "kernels": kernels_table,
-    "step": step_speed.SHEET.table,
-    "decode": decode_speed.SHEET.table,
     "determinism": determinism.SHEET.table,
     "features": features.table,
     "pods": pods.table,
@@ -191,8 +176,8 @@ MARKDOWN: dict[str, Callable[[list[dict]], str]] = {
 PICTURES: dict[str, Callable[[list[dict], Path], None]] = {"scaling": growth.picture}
 # The flags of those that take no config.
 FLAGS = {
-    **dict.fromkeys((*CONTESTS, "kernels", "step", "decode"), "--rounds and --out"),
-    "state": "--kind, --shape, --rounds and --out",
+    **dict.fromkeys(COMPARED, "--only, --rounds and --out"),
+    "kernels": "--rounds and --out",
     "features": "--out",
     "pods": "--mixed and --out",
     "scaling": "--minutes, --mixers, --longest, --mixed and --out",
@@ -211,6 +196,8 @@ def main(argv: list[str]) -> int:
         folders.check_writable(out)
     if argv[1] in FLAGS and (CONFIG.value or cli.overrides()):
         raise UserError(f"bench {argv[1]} takes no config; allowed: {FLAGS[argv[1]]}")
+    if ONLY.value is not None and argv[1] not in COMPARED:
+        raise UserError(f"bench {argv[1]} is measured whole, without --only, which is for {', '.join(COMPARED)}")
     if argv[1] == "scaling":
         scaling.share_the_device()
     rows = rows_before(argv[1])
@@ -223,6 +210,8 @@ def main(argv: list[str]) -> int:
                 out.with_suffix(".md").write_text(MARKDOWN[argv[1]](rows))
     if out and rows and argv[1] in PICTURES:
         PICTURES[argv[1]](rows, out.with_suffix(".png"))
+    if ONLY.value is not None and not rows:
+        raise UserError(f"--only={ONLY.value} leaves nothing to measure")
     return int(not all(row.get("identical", True) and row.get("fits", True) for row in rows))
 
 

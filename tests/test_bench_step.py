@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.measurements import speed, step_speed
+from experiments.measurements import attention_speed, part, speed, step_speed
+from model.errors import UserError
 
 
 def test_the_second_time_a_program_comes_from_the_cache(tmp_path):
@@ -15,6 +16,25 @@ def test_the_second_time_a_program_comes_from_the_cache(tmp_path):
     program, said = speed.compiled_twice(lambda: jax.jit(lambda x: jnp.sort(x) @ x).lower(jnp.ones(100)).compile())
     assert float(program(jnp.ones(100))) == 100 and 0 < said["compile_again_s"] < said["compile_s"]
     assert jax.config.jax_compilation_cache_dir == before
+
+
+@pytest.mark.quick
+def test_a_part_is_measured_by_what_names_its_rows():
+    settings = [dict(case=case, n=n) for case in ("causal", "fire") for n in (64, 128)]
+    entered = []
+
+    def contenders(setting):
+        return {name: lambda name=name: entered.append((*setting.values(), name)) or 1 / 0 for name in ("tiled", "xla")}
+
+    def measured(text):
+        entered.clear()
+        list(speed.measure(settings, contenders, 1, part.read(text, attention_speed.SHEET.names, settings)))
+        return entered
+
+    assert measured("case=fire;n=128;contender=tiled") == [("fire", 128, "tiled")]
+    assert len(measured("n=64")) == 4 and len(measured("contender=xla,tiled")) == 8
+    with pytest.raises(UserError, match="unknown case 'fir'; choose from causal, fire; closest: fire"):
+        measured("case=fir")
 
 
 @pytest.mark.scale

@@ -262,7 +262,9 @@ BENCH = [
     *([name, "--out=/proc/x"] for name in ("loop", "scan", "determinism")),
     *([name, f"--config={text}"] for name in ("loop", "startup") for text in ("nowhere.py", "", "raises.py")),
     *([name, f"--config.{text}"] for name in ("loop", "startup") for text in ("lr=1", "steps=x", "optim.lr=-1")),
-    *(["state", word] for word in ("--kind=hed", "--kind=", "--shape=2x", "--kind=head")),  # the last: no GPU here
+    *(["attention", f"--only={text}"] for text in ("", "case", "case=", "kase=fire", "case=fir", "n=7", "contender=x")),
+    *([name, "--only=case=attention"] for name in ("loop", "kernels", "scaling")),
+    ["state", "--only=contender=head"],  # there is no GPU here
     *([name, word] for name in NO_CONFIG for word in ("--config.steps=3", f"--config={DEBUG}")),
     *(["scaling", f"--minutes={text}"] for text in ("0", "-1", "x", "")),
     *(["scaling", f"--mixers={text}"] for text in ("", "mambo", "mamba,", "cross_attention")),

@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from experiments.measurements import torch_attention
+from experiments.measurements import speed, torch_attention
+from experiments.measurements.part import ALL, Part
 from experiments.measurements.speed import Contender, Setting, compiled, sheet
 from model.ops.attention import IMPLEMENTATIONS, Bias, attention
 from model.ops.mask import CAUSAL, Prefix, block_matrix, window
@@ -36,6 +37,10 @@ def settings() -> Iterator[Setting]:
     for n, batch in shape["batches"].items():
         for case in CASES:
             yield dict(case=case, n=n, batch=batch, **{key: shape[key] for key in ("heads", "head_dim", "dtype")})
+
+
+def measure(rounds: int, part: Part = ALL) -> Iterator[dict[str, Any]]:
+    return speed.measure(settings(), contenders, rounds, part)
 
 
 def contenders(setting: Setting) -> dict[str, Callable[[], Contender]]:

@@ -18,6 +18,7 @@ from configs import base
 from eval.generate import BLOCK, decode, for_steps, prefill
 from eval.sample import Sampling
 from experiments.measurements import torch_decode
+from experiments.measurements.part import ALL, Part
 from experiments.measurements.sheet import Sheet
 from experiments.measurements.speed import COMPILING, Setting, compiled_twice
 from model import build, entries
@@ -52,7 +53,7 @@ def settings() -> Iterator[Setting]:
             yield dict(case=case, batch=batch, **size)
 
 
-def measure(rounds: int) -> Iterator[dict[str, Any]]:
+def measure(rounds: int, part: Part = ALL) -> Iterator[dict[str, Any]]:
     """A row per setting and contender: the best of all rounds; one that breaks down says so.
 
     Peers come last: whatever they do to the device, ours are measured by then.
@@ -60,6 +61,8 @@ def measure(rounds: int) -> Iterator[dict[str, Any]]:
     for contenders in (ours, torch_decode.contenders):
         for setting, (name, enter) in ((s, each) for s in settings() for each in contenders(s).items()):
             row = setting | dict(contender=name)
+            if not part(row):
+                continue
             try:
                 turn, compiling = enter(setting)
                 first, token = (min(times) for times in zip(*(turn() for _ in range(rounds)), strict=True))

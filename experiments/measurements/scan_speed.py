@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments.measurements import torch_scan
+from experiments.measurements import speed, torch_scan
+from experiments.measurements.part import ALL, Part
 from experiments.measurements.speed import Contender, Setting, compiled, sheet
 from model.ops.conv import fft_conv
 from model.ops.scan import selective_scan
@@ -49,6 +50,10 @@ def settings() -> Iterator[Setting]:
     for case, shapes in SHAPES[place].items():
         for batch, length in shapes:
             yield dict(case=case, batch=batch, length=length, **SIZES[place][case])
+
+
+def measure(rounds: int, part: Part = ALL) -> Iterator[dict[str, Any]]:
+    return speed.measure(settings(), contenders, rounds, part)
 
 
 def contenders(setting: Setting) -> dict[str, Callable[[], Contender]]:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
+from experiments.measurements.part import ALL, Part
 from experiments.measurements.sheet import Sheet
 from model.errors import UserError
 
@@ -32,12 +33,17 @@ def sheet(named: dict[str, str]) -> Sheet:
 
 
 def measure(
-    settings: Iterable[Setting], contenders: Callable[[Setting], dict[str, Callable[[], Contender]]], rounds: int
+    settings: Iterable[Setting],
+    contenders: Callable[[Setting], dict[str, Callable[[], Contender]]],
+    rounds: int,
+    part: Part = ALL,
 ) -> Iterator[dict[str, Any]]:
     """A row per setting and contender; one that breaks down says so in its row."""
-    for setting in settings:
+    for setting in filter(part, settings):
         ready, rows = {}, {}
         for name, enter in contenders(setting).items():
+            if not part({"contender": name}):
+                continue
             try:
                 ready[name] = prepared(enter())
             except UserError:  # it cannot serve this setting

@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from experiments.measurements import speed
+from experiments.measurements.part import ALL, Part
 from experiments.measurements.sheet import Sheet
 from experiments.measurements.speed import Contender, Setting
 from model import placement
-from model.errors import UserError, choose
+from model.errors import UserError
 from model.ops.fused import AMPERE
 
 HEADS, SIZE, DTYPE = 16, 128, "bfloat16"
-SHAPES = {"2x8192": (2, 8192), "1x65536": (1, 65_536)}  # rows x tokens
+SHAPES = ((2, 8192), (1, 65_536))  # rows, tokens
 KINDS = ("plain", "head", "channels", "delta", "gated delta")
 RATIO = ("x plain", ".2f")
 SHEET = Sheet(
@@ -24,17 +25,19 @@ SHEET = Sheet(
 )
 
 
-def measure(kinds: Sequence[str], shapes: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """A row per shape and kind; `plain` is always among them. All of them unless some are named."""
-    chosen = [choose("kind", kind, set(KINDS)) for kind in kinds] or list(KINDS)
-    chosen = list(dict.fromkeys(["plain", *chosen]))
-    sizes = [choose("shape", shape, SHAPES) for shape in shapes or SHAPES]
+def settings() -> Iterator[Setting]:
+    for batch, length in SHAPES:
+        yield dict(batch=batch, length=length, heads=HEADS, size=SIZE, dtype=DTYPE)
+
+
+def measure(rounds: int, part: Part = ALL) -> Iterator[dict[str, Any]]:
+    """A row per shape and kind; `plain` is always among them."""
     if placement.capability() < AMPERE:
         needed = f"gpu from {AMPERE[0]}.{AMPERE[1]}"
         raise UserError(f"bench state measures kernels for {needed}; this is the platform {placement.chip()}")
-    for batch, length in sizes:
-        setting = dict(batch=batch, length=length, heads=HEADS, size=SIZE, dtype=DTYPE)
-        rows = list(speed.measure([setting], partial(contenders, chosen), rounds))
+    kinds = [kind for kind in KINDS if kind == "plain" or part({"contender": kind})]
+    for setting in filter(part, settings()):
+        rows = list(speed.measure([setting], partial(contenders, kinds), rounds))
         plain = rows[0]
         for row in rows:
             if "error" not in row and "error" not in plain:

@@ -15,6 +15,7 @@ import jax
 from data import pipeline
 from experiments.measurements import torch_step
 from experiments.measurements.overhead import step_alone
+from experiments.measurements.part import ALL, Part
 from experiments.measurements.sheet import Sheet
 from experiments.measurements.speed import COMPILING, compiled_bytes, compiled_twice
 from model.errors import UserError, out_of_memory
@@ -53,29 +54,43 @@ SHEET = Sheet(
 )
 
 
-def measure(rounds: int) -> Iterator[Row]:
+def place() -> str:
+    return "cpu" if jax.default_backend() == "cpu" else "gpu"
+
+
+def settings() -> Iterator[Row]:
+    return (setting for setting, _, _ in cases())
+
+
+def cases() -> Iterator[tuple[Row, str, tuple[str, ...]]]:
+    """What names the rows of a case, its config, and the forms in which it is measured."""
+    for case, spec, forms in CASES[place()]:
+        c = configs.load(spec)
+        yield dict(case=case, batch=c.batch_size, length=c.data.noise.length, width=c.model.width), spec, tuple(forms)
+
+
+def measure(rounds: int, part: Part = ALL) -> Iterator[Row]:
     """A row per case and form; one that breaks down says so in its row.
 
     Peers come last: whatever they do to the device, ours are measured by then.
     """
-    place = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    cases = [(case, configs.load(spec), spec, forms) for case, spec, forms in CASES[place]]
+    steps, wanted = STEPS[place()], [case for case in cases() if part(case[0])]
     entered = [
-        (case, config, f"longview {form}", partial(ours, spec, FORMS[form], STEPS[place]))
-        for case, config, spec, forms in cases
+        (setting, f"longview {form}", partial(ours, spec, FORMS[form], steps))
+        for setting, spec, forms in wanted
         for form in forms
     ]
     entered += [
-        (case, config, name, enter)
-        for case, config, _, _ in cases
-        if case == "attention"
-        for name, enter in torch_step.contenders(config, STEPS[place]).items()
+        (setting, name, enter)
+        for setting, spec, _ in wanted
+        if setting["case"] == "attention"
+        for name, enter in torch_step.contenders(configs.load(spec), steps).items()
     ]
-    for case, config, name, enter in entered:
-        rows, length = config.batch_size, config.data.noise.length
-        setting = dict(case=case, batch=rows, length=length, width=config.model.width, contender=name)
-        yield setting | row_of(enter, rounds, rows * length)
-        gc.collect()  # what it held on the device
+    for setting, name, enter in entered:
+        row = setting | dict(contender=name)
+        if part(row):
+            yield row | row_of(enter, rounds, row["batch"] * row["length"])
+            gc.collect()  # what it held on the device
 
 
 def row_of(enter: Callable[[], tuple[Iterator[float], Row]], rounds: int, tokens: int) -> Row:

@@ -50,17 +50,17 @@ def expand(
 
 
 def read_grid(text: str) -> list[list[Setting]]:
-    return [[{key: value} for value in values] for key, values in _axes("grid", text)]
+    return [[{key: value} for value in values] for key, values in axes("grid", text)]
 
 
 def read_zip(text: str) -> list[Setting]:
-    axes = _axes("zip", text)
-    lengths = {key: len(values) for key, values in axes}
+    zipped = axes("zip", text)
+    lengths = {key: len(values) for key, values in zipped}
     if len(set(lengths.values())) > 1:
         counts = ", ".join(f"{key} has {n}" for key, n in lengths.items())
         raise UserError(f"--zip={text} pairs values one to one, so each key needs as many as the others; {counts}")
-    keys = [key for key, _ in axes]
-    return [dict(zip(keys, values, strict=True)) for values in zip(*(values for _, values in axes), strict=True)]
+    keys = [key for key, _ in zipped]
+    return [dict(zip(keys, values, strict=True)) for values in zip(*(values for _, values in zipped), strict=True)]
 
 
 def read_list(text: str) -> list[Setting]:
@@ -73,7 +73,7 @@ def read_list(text: str) -> list[Setting]:
 def pick(runs: Sequence[RunSpec], text: str) -> list[RunSpec]:
     """Of these runs those with the labels or seeds that the text asks for, and those that they begin with."""
     kept = list(runs)
-    for key, values in _axes("only", text):
+    for key, values in axes("only", text):
         there = {str(run.coordinates[key]): run.coordinates[key] for run in runs if key in run.coordinates}
         choose("label", key, {name: None for run in runs for name in run.coordinates})
         wanted = [choose(key, str(value), there) for value in values]
@@ -98,16 +98,17 @@ def split(text: str, separator: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def _axes(flag: str, text: str) -> list[tuple[str, list[Value]]]:
-    axes = []
+def axes(flag: str, text: str) -> list[tuple[str, list[Value]]]:
+    """`KEY=VALUE,VALUE;KEY=VALUE` as keys and their values."""
+    found = []
     for part in split(text, ";"):
         key, values = _key_and_text(flag, part)
         texts = split(values, ",")
         if not all(texts):
             raise UserError(f"--{flag}={text} has an empty value for {key}; write KEY=VALUE,VALUE")
-        axes.append((key, [read_value(item) for item in texts]))
-    _refuse_repeats([[{key: None}] for key, _ in axes])
-    return axes
+        found.append((key, [read_value(item) for item in texts]))
+    _refuse_repeats([[{key: None}] for key, _ in found])
+    return found
 
 
 def _pair(flag: str, text: str) -> Setting:

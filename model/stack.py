@@ -94,7 +94,8 @@ class Stack(nn.Module):
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
         if state is not None and not self.is_initializing():
             return self.go_on(x, ctx, state)
-        scan = loops(self.layers) if self.scan is None else self.scan
+        # Parameters are drawn in a loop whatever runs: unrolled, the draws of every layer would be compiled anew.
+        scan = self.is_initializing() or (loops(self.layers) if self.scan is None else self.scan)
         policy = choose("kept", self.kept, KEPT)
         kept = dict(policy=policy, prevent_cse=not scan or len(self.blocks) > 1)
         if self.repeats:

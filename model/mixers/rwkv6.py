@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import Context, Mixer, State, wide
-from model.documents import neighbours
+from model.documents import at_real, marks, neighbours
 from model.errors import UserError
 from model.head_norm import HeadNorm
 from model.layers import check_divides, dense
@@ -76,11 +76,8 @@ class RWKV6(Mixer):
         w = -jnp.exp(param("decay", steps, (H, K), ("inner", None)) + d.astype(f))
         u = param("bonus", nn.initializers.normal(0.1), (H, K), ("inner", None))
 
-        keep = real = None
-        if ctx.segments is not None:
-            real = ctx.segments > 0
-            keep = (ctx.positions > 0) | ~real
-            k, w = jnp.where(real[..., None, None], k, 0), jnp.where(real[..., None, None], w, 0)
+        real, keep = marks(ctx)
+        k, w = at_real(real, k), at_real(real, w)
         y, h = wkv6(r, k, v, w, u, past["h"], keep, implementation=self.implementation)
         # By head. Outputs are not divided by the root of 64: their variance is that much larger, as is this epsilon.
         norm = HeadNorm(self.dtype, 64e-5, name="norm")

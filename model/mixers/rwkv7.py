@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import Context, Mixer, State, wide
-from model.documents import neighbours
+from model.documents import at_real, marks, neighbours
 from model.errors import UserError
 from model.head_norm import HeadNorm
 from model.layers import check_divides, dense
@@ -89,12 +89,8 @@ class RWKV7(Mixer):
         k = k * (1 + (rate - 1) * per_channel("replacement", ones))
         now = jnp.sum(r * k * per_channel("bonus", zeros), axis=-1, keepdims=True) * v
 
-        keep = real = None
-        taken = -rate * removal
-        if ctx.segments is not None:
-            real = ctx.segments > 0
-            keep = (ctx.positions > 0) | ~real
-            k, w, taken = (jnp.where(real[..., None, None], leaf, 0) for leaf in (k, w, taken))
+        real, keep = marks(ctx)
+        k, w, taken = (at_real(real, leaf) for leaf in (k, w, -rate * removal))
         narrow = (leaf.astype(self.dtype) for leaf in (r, k, v))
         y, h = delta_rule(*narrow, w, past["h"], keep, a=taken, b=removal, implementation=self.implementation)
         # By head. Outputs are not divided by the root of 64: their variance is that much larger, as is this epsilon.

@@ -52,6 +52,19 @@ def neighbours(ctx: Context) -> tuple[jax.Array | None, jax.Array | None]:
     return (None, None) if ctx.segments is None else (ctx.positions, ctx.segments > 0)
 
 
+def marks(ctx: Context) -> tuple[jax.Array | None, jax.Array | None]:
+    """Which tokens are real and before which the past is kept, `[B, L]`; None: all."""
+    if ctx.segments is None:
+        return None, None
+    real = ctx.segments > 0
+    return real, (ctx.positions > 0) | ~real
+
+
+def at_real(real: jax.Array | None, x: jax.Array) -> jax.Array:
+    """x with zeros at padding."""
+    return x if real is None else jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - 2)), x, 0)
+
+
 def looking_back(ctx: Context) -> Context:
     """The context of those who see no later token: to them, padding behind a row is nothing."""
     return ctx.replace(positions=None, segments=None) if ctx.right_padded else ctx

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from model.backbone import Backbone
 from model.contract import State
 from model.errors import UserError
-from model.heads import Answers, TokenHead
+from model.heads import Answers, HeadContext, TokenHead
 from model.layers import Embed, norm
 from model.ops.cross_entropy import Targets
 from model.source_target import divide, only_asked
@@ -79,7 +79,7 @@ class EncoderDecoder(nn.Module):
                 memory = norm(head.norm, self.dtype, "encoder_norm", head.norm_eps)(memory)
         past = None if state is None else state["decoder" if has_read else "unread"]
         x, past = decoder(embedded(tokens), segments, past, memory, source_segments, train, right_padded)
-        found = head(x, segments, None if at is None else jnp.maximum(at, 0), embed, targets)
+        found = head(x, HeadContext(segments, None if at is None else jnp.maximum(at, 0), embed), targets)
         return only_asked(found, at), None if state is None else dict(decoder=past)
 
     def sides(self) -> tuple[Backbone, Backbone]:

@@ -1,6 +1,6 @@
 """Heads: what is read off a backbone's vectors. Logits, in float32 at least whatever the dtype, or what they cost."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -16,6 +16,14 @@ from model.positions.added import Sinusoidal
 Answers = jax.Array | Scores  # logits, or what they cost where targets are given
 
 
+class HeadContext(NamedTuple):
+    """What a head knows about the tokens besides their vectors; each takes what it needs."""
+
+    segments: jax.Array | None  # [B, L] int32, 0 is padding; None: there is none
+    at: jax.Array | None = None  # [B, Q], the positions that are asked for; None: all
+    embed: Embed | None = None  # of the tokens, where they have ids
+
+
 class Head(nn.Module):
     """What all heads have in common: a norm before them, and how they are called."""
 
@@ -26,15 +34,8 @@ class Head(nn.Module):
     n_classes: ClassVar[int] = 0  # it is no classifier
     of_row: ClassVar[bool] = False  # whether its answer is of a whole row
 
-    def __call__(
-        self,
-        x: jax.Array,
-        segments: jax.Array | None,
-        at: jax.Array | None,
-        embed: Embed | None,
-        targets: Targets | None = None,
-    ) -> Answers:
-        """An answer to every vector of x `[B, L, D]`, to those at the positions `at` `[B, Q]`, or to each row.
+    def __call__(self, x: jax.Array, ctx: HeadContext, targets: Targets | None = None) -> Answers:
+        """An answer to every vector of x `[B, L, D]`, to those that are asked for, or to each row.
 
         Of a head that chooses, it is the logits of the choices, or, where targets are given, their scores.
         """
@@ -61,20 +62,13 @@ class TokenHead(Head):
     soft_cap: float = 0.0  # keeps logits within this by a tanh; 0: off
 
     @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        segments: jax.Array | None,
-        at: jax.Array | None,
-        embed: Embed | None,
-        targets: Targets | None = None,
-    ) -> Answers:
-        x = at_positions(x, at)  # before the unembedding, which costs V per position
+    def __call__(self, x: jax.Array, ctx: HeadContext, targets: Targets | None = None) -> Answers:
+        x = at_positions(x, ctx.at)  # before the unembedding, which costs V per position
         if self.map_to != "none":
             x = dense(x.shape[-1], ("embed", None), self.dtype, "map", bias=True)(x)
             x = FORMS[self.map_to].keywords["activation"](x)
         x = self.normed(x)
-        unembed = embed if self.tied else Unembed(self.vocab_size, x.shape[-1], self.dtype, name="unembed")
+        unembed = ctx.embed if self.tied else Unembed(self.vocab_size, x.shape[-1], self.dtype, name="unembed")
         bias = None
         if self.bias:
             zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("vocab",))
@@ -91,15 +85,8 @@ class ClassHead(Head):
     of_row: ClassVar[bool] = True
 
     @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        segments: jax.Array | None,
-        at: jax.Array | None,
-        embed: Embed | None,
-        targets: Targets | None = None,
-    ) -> Answers:
-        return self.choice(self.normed(pooled(x, segments, self.pool)), targets)
+    def __call__(self, x: jax.Array, ctx: HeadContext, targets: Targets | None = None) -> Answers:
+        return self.choice(self.normed(pooled(x, ctx.segments, self.pool)), targets)
 
 
 class LabelHead(Head):
@@ -108,15 +95,8 @@ class LabelHead(Head):
     n_classes: int = 1
 
     @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        segments: jax.Array | None,
-        at: jax.Array | None,
-        embed: Embed | None,
-        targets: Targets | None = None,
-    ) -> Answers:
-        return self.choice(self.normed(at_positions(x, at)), targets)
+    def __call__(self, x: jax.Array, ctx: HeadContext, targets: Targets | None = None) -> Answers:
+        return self.choice(self.normed(at_positions(x, ctx.at)), targets)
 
 
 class DecodedHead(Head):
@@ -128,17 +108,10 @@ class DecodedHead(Head):
     n_classes: int = 1
 
     @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        segments: jax.Array | None,
-        at: jax.Array | None,
-        embed: Embed | None,
-        targets: Targets | None = None,
-    ) -> Answers:
+    def __call__(self, x: jax.Array, ctx: HeadContext, targets: Targets | None = None) -> Answers:
         D, places = x.shape[-1], jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-        last = jnp.broadcast_to(pooled(x, segments, "last")[:, None], x.shape)
-        x = at_positions(Sinusoidal(amplitude=1.0, dtype=self.dtype, name="places").embed(last, places), at)
+        last = jnp.broadcast_to(pooled(x, ctx.segments, "last")[:, None], x.shape)
+        x = at_positions(Sinusoidal(amplitude=1.0, dtype=self.dtype, name="places").embed(last, places), ctx.at)
         for i in range(2):
             x = nn.gelu(dense(D, ("embed", None), self.dtype, f"decode_{i}", bias=True)(self.normed(x, f"norm_{i}")))
         return self.choice(self.normed(x), targets)
@@ -150,9 +123,7 @@ class ValueHead(Head):
     n_values: int = 1
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, ctx: HeadContext) -> jax.Array:
         return self.linear(self.normed(x), self.n_values, "values")
 
 

@@ -9,7 +9,7 @@ import jax
 
 from model.backbone import Backbone
 from model.contract import State
-from model.heads import Answers, Head
+from model.heads import Answers, Head, HeadContext
 from model.inputs import Input
 from model.ops.cross_entropy import Targets
 
@@ -52,7 +52,7 @@ class SequenceModel(nn.Module):
         x, state = backbone(row.x, row.segments, state, memory, memory_segments, train, behind)
         if row.front and not head.of_row:  # tokens are counted as the task does
             x, row = x[:, row.front :], row._replace(segments=segments)
-        answer = partial(head, x, row.segments, at, source.unembedding)
+        answer = partial(head, x, HeadContext(row.segments, at, source.unembedding))
         return answer() if targets is None else answer(targets), state
 
     def bare(self) -> Backbone:

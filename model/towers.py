@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import wide
-from model.heads import Answers, Head, pooled, scored
+from model.heads import Answers, Head, HeadContext, pooled, scored
 from model.inputs import Row, Segments, TokenInput
-from model.layers import Embed, dense
+from model.layers import dense
 from model.ops.cross_entropy import Targets
 
 
@@ -56,15 +56,8 @@ class PairHead(Head):
     of_row: ClassVar[bool] = True
 
     @nn.compact
-    def __call__(
-        self,
-        x: jax.Array,
-        segments: jax.Array | None,
-        at: jax.Array | None,
-        embed: Embed | None,
-        targets: Targets | None = None,
-    ) -> Answers:
-        a, b = apart(self.normed(pooled(x, segments, self.pool)))
+    def __call__(self, x: jax.Array, ctx: HeadContext, targets: Targets | None = None) -> Answers:
+        a, b = apart(self.normed(pooled(x, ctx.segments, self.pool)))
         features = jnp.concatenate([a, b, a * b, a - b], axis=-1)
         hidden = nn.gelu(dense(x.shape[-1], ("embed", "mlp"), self.dtype, "compare", bias=True)(features))
         logits = dense(self.n_classes, ("mlp", None), self.dtype, "classes", bias=True, out=wide(self.dtype))(hidden)
@@ -79,10 +72,8 @@ class CosineHead(Head):
     of_row: ClassVar[bool] = True
 
     @nn.compact
-    def __call__(
-        self, x: jax.Array, segments: jax.Array | None, at: jax.Array | None, embed: Embed | None
-    ) -> jax.Array:
-        x = self.normed(pooled(x, segments, self.pool)).astype(wide(self.dtype))
+    def __call__(self, x: jax.Array, ctx: HeadContext) -> jax.Array:
+        x = self.normed(pooled(x, ctx.segments, self.pool)).astype(wide(self.dtype))
         a, b = apart(x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, -1, keepdims=True), 1e-12)))
         # Of the whole batch, wherever its rows lie.
         return nn.with_logical_constraint(jnp.einsum("bd,cd->bc", a, b, precision="highest"), ("batch", None))

@@ -12,7 +12,7 @@ from data import build
 from data.mad import shown_before
 from model.asked import Asked
 from model.errors import UserError
-from model.heads import DecodedHead
+from model.heads import DecodedHead, HeadContext
 from tests.test_data import examples, holds
 from train import config as configs
 from train.run import prepare
@@ -184,9 +184,9 @@ def test_labels_are_decoded_from_the_last_vector_alone():
 
     @jax.jit
     def found(x):
-        params = head.init(jax.random.key(1), x, segments, None, None)
-        answers, pull = jax.vjp(lambda x: head.apply(params, x, segments, None, None), x)
-        return answers, pull(jnp.ones_like(answers))[0], head.apply(params, x, segments, at, None)
+        params = head.init(jax.random.key(1), x, HeadContext(segments))
+        answers, pull = jax.vjp(lambda x: head.apply(params, x, HeadContext(segments)), x)
+        return answers, pull(jnp.ones_like(answers))[0], head.apply(params, x, HeadContext(segments, at))
 
     answers, gradient, some = found(x)
     assert answers.shape == (2, 6, 5)

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import Context, Mixer, State, wide
+from model.documents import at_real, marks
 from model.errors import UserError
 from model.head_norm import HeadNorm
 from model.layers import check_divides, dense
-from model.mixers.linear import at_real, marks
 from model.ops.matrix_state import IMPLEMENTATIONS, matrix_state
 from model.settings import Dim
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from model.contract import Context, Mixer, State, wide
-from model.documents import neighbours
+from model.documents import at_real, marks, neighbours
 from model.errors import UserError
 from model.layers import check_divides, dense, norm
 from model.mixers.mamba import uniform
@@ -74,12 +74,8 @@ class DeltaNet(Mixer):
         beta = nn.sigmoid(dense(H, ("embed", "inner"), self.dtype, "beta")(x).astype(f))
         w = self.decay(x)
 
-        keep = real = None
-        if ctx.segments is not None:
-            real = ctx.segments > 0
-            keep = (ctx.positions > 0) | ~real
-            beta = jnp.where(real[..., None], beta, 0)
-            w = None if w is None else jnp.where(real.reshape(*real.shape, *[1] * (w.ndim - 2)), w, 0)
+        real, keep = marks(ctx)
+        beta, w = at_real(real, beta), None if w is None else at_real(real, w)
         y, h = delta_rule(q, k, v, w, past["h"], keep, beta=beta, implementation=self.implementation)
         y = self.gated(norm("rmsnorm", self.dtype, "norm")(y), x)
         out = dense(self.width, ("inner", None, "embed"), self.dtype, "out", inputs=2)(y)

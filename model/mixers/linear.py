@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import Context, Mixer, State, wide
-from model.documents import reverse
+from model.documents import at_real, marks, reverse
 from model.errors import UserError
 from model.layers import check_divides, dense
 from model.ops.features import FEATURES
@@ -18,19 +18,6 @@ from model.settings import Dim
 
 Array = jax.Array
 LEAST = 1e-6  # that a sum of scores is taken to be
-
-
-def marks(ctx: Context) -> tuple[Array | None, Array | None]:
-    """Which tokens are real and before which the past is kept, `[B, L]`; None: all."""
-    if ctx.segments is None:
-        return None, None
-    real = ctx.segments > 0
-    return real, (ctx.positions > 0) | ~real
-
-
-def at_real(real: Array | None, x: Array) -> Array:
-    """x with zeros at padding."""
-    return x if real is None else jnp.where(real.reshape(*real.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
 def with_ones(v: Array) -> Array:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import Context, Mixer, State, wide
-from model.documents import neighbours
+from model.documents import marks, neighbours
 from model.errors import UserError
 from model.layers import dense, norm
 from model.mixers.state_space import log_uniform
@@ -104,10 +104,7 @@ class Mamba(Mixer):
         A = -jnp.exp(self.param("A_log", nn.with_logical_partitioning(log_range, ("inner", None)), (E, N), f))
         D = self.param("D", nn.with_logical_partitioning(nn.initializers.ones_init(), ("inner",)), (E,), f)
 
-        keep = real = None
-        if ctx.segments is not None:
-            real = ctx.segments > 0
-            keep = (ctx.positions > 0) | ~real
+        real, keep = marks(ctx)
         dt = step_size(dt, real)
         y, h = selective_scan(c, dt, A, B, C, past["h"], keep, implementation=self.implementation)
 

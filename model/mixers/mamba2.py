@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import Context, Mixer, State, wide
-from model.documents import neighbours
+from model.documents import marks, neighbours
 from model.errors import UserError
 from model.layers import Scale, check_divides, dense, rms_norm
 from model.mixers.mamba import inverse_softplus_dt, step_size, uniform
@@ -71,10 +71,7 @@ class Mamba2(Mixer):
         A = -jnp.exp(per_head("A_log", log_uniform_A))
         D = per_head("D", nn.initializers.ones_init())
 
-        keep = real = None
-        if ctx.segments is not None:
-            real = ctx.segments > 0
-            keep = (ctx.positions > 0) | ~real
+        real, keep = marks(ctx)
         dt = step_size(dt, real)
         y, h = ssd(c, dt, A, B, C, past["h"], keep, implementation=self.implementation)
         scale = Scale((G, E // G), self.dtype, name="norm")()

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import Context, State, wide
+from model.documents import at_real, marks
 from model.layers import dense
 from model.mixers.decaying import Decaying
-from model.mixers.linear import at_real, marks, with_ones
+from model.mixers.linear import with_ones
 from model.ops.decays import stabilised
 from model.ops.matrix_state import matrix_state
 from model.settings import Dim, Positive

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import Context, State, wide
-from model.documents import reverse
-from model.mixers.linear import Kernelised, at_real, averaged, both_ways, marks
+from model.documents import at_real, marks, reverse
+from model.mixers.linear import Kernelised, averaged, both_ways
 from model.ops.decays import FORGET, exponents, stabilised
 from model.ops.features import directions, log_positive
 from model.ops.matrix_state import matrix_state

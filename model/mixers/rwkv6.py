@@ -7,13 +7,13 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from model.contract import Context, Mixer, State, wide
-from model.documents import neighbours
-from model.errors import UserError
+from model.contract import Context, State, wide
+from model.documents import at_real, marks, neighbours
 from model.head_norm import HeadNorm
-from model.layers import check_divides, dense
+from model.layers import dense
 from model.mixers.mamba import uniform
 from model.mixers.rwkv import spread
+from model.mixers.time_mixing import TimeMixing
 from model.ops.conv import conv_tail, shift
 from model.ops.product import product
 from model.ops.wkv import IMPLEMENTATIONS, wkv6
@@ -28,25 +28,20 @@ def steps(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     return (-6 + 5 * (jnp.arange(size, dtype=dtype) / max(size - 1, 1)) ** 1.35).reshape(shape)
 
 
-class RWKV6(Mixer):
+class RWKV6(TimeMixing):
     """RWKV-6's time mixing: a matrix state a head, whose decay and whose mix of neighbours depend on the token."""
 
-    head_dim: Literal[0] | Dim = 0  # K, channels of a head; 0: 64, or fewer so that there are four heads
     mix_rank: Dim = 32  # of the map that decides how much of the token before to mix in
     decay_rank: Dim = 64  # of the map that decides the decay
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # of wkv6; None picks
 
-    forward_only: ClassVar[bool] = True
+    fewest_heads: ClassVar[int] = 4
     groups: ClassVar[dict[str, str]] = {
         "decay": "ssm",
         "bonus": "ssm",
         "mix": "no_decay",
         "mix_base": "no_decay",
     }
-
-    @property
-    def channels(self) -> int:
-        return self.head_dim or min(64, max(1, self.width // 4))
 
     @nn.compact
     def __call__(self, x: Array, ctx: Context, state: State = None) -> tuple[Array, State]:
@@ -76,28 +71,10 @@ class RWKV6(Mixer):
         w = -jnp.exp(param("decay", steps, (H, K), ("inner", None)) + d.astype(f))
         u = param("bonus", nn.initializers.normal(0.1), (H, K), ("inner", None))
 
-        keep = real = None
-        if ctx.segments is not None:
-            real = ctx.segments > 0
-            keep = (ctx.positions > 0) | ~real
-            k, w = jnp.where(real[..., None, None], k, 0), jnp.where(real[..., None, None], w, 0)
+        real, keep = marks(ctx)
+        k, w = at_real(real, k), at_real(real, w)
         y, h = wkv6(r, k, v, w, u, past["h"], keep, implementation=self.implementation)
         # By head. Outputs are not divided by the root of 64: their variance is that much larger, as is this epsilon.
         norm = HeadNorm(self.dtype, 64e-5, name="norm")
         out = dense(D, ("inner", None, "embed"), self.dtype, "out", inputs=2)(norm(y) * nn.silu(g))
         return out, None if state is None else dict(h=h, shift=conv_tail(x, past["shift"], real))
-
-    def check(self) -> None:
-        if not self.causal:
-            raise UserError("rwkv6 runs forward only; set model.causal=True, or use attention or s4d")
-        check_divides("model.rwkv6.head_dim", self.channels, "the width", self.width)
-
-    def init_state(self, batch: int, max_len: int) -> State:
-        K = self.channels
-        return dict(
-            h=jnp.zeros((batch, self.width // K, K, K), wide(self.dtype)),
-            shift=jnp.zeros((batch, 1, self.width), self.dtype),
-        )
-
-    def state_bytes(self, length: int) -> int:
-        return self.width * (self.channels * jnp.dtype(wide(self.dtype)).itemsize + jnp.dtype(self.dtype).itemsize)

@@ -11,12 +11,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from model.contract import Context, Mixer, State, wide
-from model.documents import neighbours
-from model.errors import UserError
+from model.contract import Context, State, wide
+from model.documents import at_real, marks, neighbours
 from model.head_norm import HeadNorm
-from model.layers import check_divides, dense
+from model.layers import dense
 from model.mixers.deltanet import unit
+from model.mixers.time_mixing import TimeMixing
 from model.ops.conv import conv_tail, shift
 from model.ops.delta_rule import IMPLEMENTATIONS, delta_rule
 from model.settings import Dim
@@ -36,16 +36,16 @@ def mixes(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     return 1 - (jnp.arange(shape[1], dtype=dtype) / shape[1]) ** power
 
 
-class RWKV7(Mixer):
+class RWKV7(TimeMixing):
     """RWKV-7's time mixing: a matrix state a head that decays by channel and is corrected along learned keys."""
 
-    head_dim: Literal[0] | Dim = 0  # K, channels of a head; 0: 64, or fewer so that there are two heads
     decay_rank: Dim = 64  # of the map that decides the decay
     rate_rank: Dim = 64  # of the map that decides how much is taken away
     gate_rank: Dim = 128  # of the map that decides what comes out
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # of delta_rule; None picks
 
-    forward_only: ClassVar[bool] = True
+    # Not four: a removal key of few channels comes close to zero, and normalised is mostly rounding.
+    fewest_heads: ClassVar[int] = 2
     groups: ClassVar[dict[str, str]] = {
         "decay": "ssm",
         "rate": "ssm",
@@ -54,11 +54,6 @@ class RWKV7(Mixer):
         "removal": "no_decay",
         "replacement": "no_decay",
     }
-
-    @property
-    def channels(self) -> int:
-        # Not four heads: a removal key of few channels comes close to zero, and normalised is mostly rounding.
-        return self.head_dim or min(64, max(1, self.width // 2))
 
     @nn.compact
     def __call__(self, x: Array, ctx: Context, state: State = None) -> tuple[Array, State]:
@@ -89,12 +84,8 @@ class RWKV7(Mixer):
         k = k * (1 + (rate - 1) * per_channel("replacement", ones))
         now = jnp.sum(r * k * per_channel("bonus", zeros), axis=-1, keepdims=True) * v
 
-        keep = real = None
-        taken = -rate * removal
-        if ctx.segments is not None:
-            real = ctx.segments > 0
-            keep = (ctx.positions > 0) | ~real
-            k, w, taken = (jnp.where(real[..., None, None], leaf, 0) for leaf in (k, w, taken))
+        real, keep = marks(ctx)
+        k, w, taken = (at_real(real, leaf) for leaf in (k, w, -rate * removal))
         narrow = (leaf.astype(self.dtype) for leaf in (r, k, v))
         y, h = delta_rule(*narrow, w, past["h"], keep, a=taken, b=removal, implementation=self.implementation)
         # By head. Outputs are not divided by the root of 64: their variance is that much larger, as is this epsilon.
@@ -102,18 +93,3 @@ class RWKV7(Mixer):
         g = low_rank("gate", self.gate_rank, for_g, nn.sigmoid)
         out = dense(D, ("inner", None, "embed"), self.dtype, "out", inputs=2)((norm(y) + now.astype(self.dtype)) * g)
         return out, None if state is None else dict(h=h, shift=conv_tail(x, past["shift"], real))
-
-    def check(self) -> None:
-        if not self.causal:
-            raise UserError("rwkv7 runs forward only; set model.causal=True, or use attention or s4d")
-        check_divides("model.rwkv7.head_dim", self.channels, "the width", self.width)
-
-    def init_state(self, batch: int, max_len: int) -> State:
-        K = self.channels
-        return dict(
-            h=jnp.zeros((batch, self.width // K, K, K), wide(self.dtype)),
-            shift=jnp.zeros((batch, 1, self.width), self.dtype),
-        )
-
-    def state_bytes(self, length: int) -> int:
-        return self.width * (self.channels * jnp.dtype(wide(self.dtype)).itemsize + jnp.dtype(self.dtype).itemsize)

@@ -10,7 +10,7 @@ https://arxiv.org/abs/2510.26692): what the state says of k_t is moved towards v
 Letters beside the project's own: P channels of a value, Q tokens of a block, M blocks of a chunk. What the tokens of a
 block read of each other is a triangular system (the WY form of its product of matrices), whose inverse is made of those
 of its halves. The decay between two tokens is that up to a boundary between them times that from there, as in
-`model.ops.wkv`: nothing is divided by a decay. The backward pass keeps the inputs and a state a chunk.
+`model.ops.chunked_channels`: nothing is divided by a decay. The backward pass keeps the inputs and a state a chunk.
 """
 
 import math
@@ -24,10 +24,10 @@ from jax import lax
 
 from model import placement
 from model.errors import choose
+from model.ops.chunked_channels import meetings
 from model.ops.decays import FORGET, in_chunks
 from model.ops.fused import SIDES, needs_unmet, refuse
 from model.ops.stretches import of_earlier, of_last, on_stretches, stretches
-from model.ops.wkv import meetings
 
 Array = jax.Array
 Tokens = dict[str, Array]  # q, k, v, perhaps w, and beta or a and b; [..., K], of beta and a head's w [...]

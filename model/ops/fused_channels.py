@@ -5,7 +5,7 @@
 Kernels and letters as in model/ops/fused_state.py. The decay between two tokens of a chunk enters a matrix product as
 two factors, one of each token. Where the chunk as a whole decays little, both are measured from its middle, as one of
 them may then exceed 1: one product serves all pairs. Else spans of 1, 2, 4, ... tokens are joined in twos and measured
-from where they meet, as in model/ops/wkv.py: no factor exceeds 1, and nothing is divided by a decay.
+from where they meet, as in model/ops/chunked_channels.py: no factor exceeds 1, and nothing is divided by a decay.
 """
 
 from collections.abc import Callable

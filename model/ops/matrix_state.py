@@ -4,8 +4,8 @@
 
 It is linear attention (https://arxiv.org/abs/2006.16236) where nothing decays, and what came of it where a head does
 or each of its channels. V stands for the channels of a value. A head that decays as one is Mamba-2's recurrence, and
-its products are those of `model.ops.ssd`; one whose channels decay by themselves is RWKV-6's but for the token at hand,
-and its products are those of `model.ops.wkv`. Neither holds a state for each token.
+its products are those of `model.ops.ssd`; those of one whose channels decay by themselves are in
+`model.ops.chunked_channels`. Neither holds a state for each token.
 """
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from model.errors import choose
-from model.ops import ssd, wkv
+from model.ops import chunked_channels, ssd
 from model.ops.decays import FORGET, STRONGEST
 from model.ops.fused import SIDES, needs_unmet, refuse
 
@@ -48,7 +48,7 @@ def chunked(q: Array, k: Array, v: Array, w: Array | None, h0: Array, keep: Arra
         w = jnp.where(keep[..., None, None], w, FORGET)
     # The state before a token has faded once more when it is read, and the token itself not yet.
     q, k, u = (x.astype(h0.dtype) for x in (q, k, v))
-    y, h = wkv.chunked(q * jnp.exp(w), k, u, w, h0)
+    y, h = chunked_channels.chunked(q * jnp.exp(w), k, u, w, h0)
     return (y + jnp.sum(q * k, axis=-1, keepdims=True) * u).astype(v.dtype), h
 
 

@@ -106,6 +106,14 @@ def test_one_document_at_the_real_size_of_blocks(decay):
     assert_same(loop(**{name: np.asarray(leaf, np.float64) for name, leaf in arrays.items()}), got, within=3e-6)
 
 
+@pytest.mark.parametrize("decay", DECAYS)
+def test_one_token_meets_no_other(decay):
+    arrays = {"w": None} | arrays_of(1, decay, "beta")
+    found = [delta_rule(**arrays, implementation=form) for form in ("chunked", "sequential")]
+    for got, want in zip(*found, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+
+
 def test_the_inverse_of_alike_keys():
     """Powers of such a matrix reach 1e17; its inverse is of zeros and ones."""
     N = -np.tri(64, k=-1, dtype=np.float32)

@@ -178,7 +178,8 @@ def blocks(L: int, Q: int, h: Array) -> int:
 def chunks_in_turn(tokens: Tokens, h0: Array) -> tuple[Array, Array]:
     """Outputs and the last state on one device. The backward pass recomputes a chunk at a time."""
     L = tokens["q"].shape[1]
-    Q = min(L, BLOCK["channel" if "w" in tokens and tokens["w"].ndim == 4 else "head"])
+    # Two at least: of one alone there is nothing to sum up.
+    Q = min(max(L, 2), BLOCK["channel" if "w" in tokens and tokens["w"].ndim == 4 else "head"])
     M = blocks(L, Q, h0)
 
     def chunks(x):  # a filled step has k = 0, beta or a = 0 and w = 0, which leaves the state as it was

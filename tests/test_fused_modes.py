@@ -10,8 +10,7 @@ from model.contract import Context
 from model.errors import UserError
 from model.mixers.b2s6 import B2S6
 from model.ops import fused_modes as op
-from tests.test_fused_selective import values_and_gradients
-from tests.test_fused_ssd import made_for
+from tests.test_fused_selective import for_a_gpu, values_and_gradients
 
 B, J, D, N = 2, 2, 6, 4
 COMPLEX = ("A", "B", "bias", "h0")
@@ -24,6 +23,10 @@ def inputs(L: int) -> dict[str, np.ndarray]:
     made = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     made |= {name: made[name] + 1j * rng.normal(size=shapes[name]) for name in COMPLEX}
     return made | {"dt": np.exp(made["dt"] - 2), "A": -0.5 + 3j * np.arange(N)}
+
+
+def narrow(x: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: leaf.astype(np.complex64 if name in COMPLEX else np.float32) for name, leaf in x.items()}
 
 
 def recurrence(x, dt, A, B, C, bias, h0, keep):
@@ -66,9 +69,9 @@ def test_kernels_are_the_recurrence(L, P, documents):
     with jax.enable_x64(True):
         kept = jnp.ones((B, L)) if keep is None else jnp.asarray(keep, float)
         truth = in_parts(lambda **x: recurrence(**x, keep=kept), jax.tree.map(jnp.asarray, x))
-    narrow = {name: leaf.astype(np.complex64 if name in COMPLEX else np.float32) for name, leaf in x.items()}
     found = in_parts(
-        lambda **x: op.fused_modes(**x, keep=None if keep is None else jnp.asarray(keep), P=P, interpret=True), narrow
+        lambda **x: op.fused_modes(**x, keep=None if keep is None else jnp.asarray(keep), P=P, interpret=True),
+        narrow(x),
     )
     for name, want in truth.items():
         assert np.abs(found[name] - want).max() <= 2e-5 * np.abs(want).max(), name
@@ -79,20 +82,12 @@ def test_short_steps_lose_nothing():
     x = inputs(64) | {"dt": np.full((B, 64, J, D), 1e-6), "h0": np.zeros((B, J, D, N), complex)}
     with jax.enable_x64(True):
         truth, _ = recurrence(**jax.tree.map(jnp.asarray, x), keep=jnp.ones((B, 64)))
-    narrow = {name: leaf.astype(np.complex64 if name in COMPLEX else np.float32) for name, leaf in x.items()}
-    y, _ = op.fused_modes(**narrow, P=1, interpret=True)
+    y, _ = op.fused_modes(**narrow(x), P=1, interpret=True)
     np.testing.assert_allclose(y, truth, atol=2e-5 * np.abs(truth).max())
 
 
 def test_kernels_lower_for_a_gpu():
-    narrow = {name: leaf.astype(np.complex64 if name in COMPLEX else np.float32) for name, leaf in inputs(256).items()}
-
-    def pulled(x):
-        out, pull = jax.vjp(lambda x: op.fused_modes(**x, keep=jnp.ones((B, 256), bool), P=2), x)
-        return out, pull(out)
-
-    with made_for("NVIDIA H200"):
-        text = jax.jit(pulled).trace(narrow).lower(lowering_platforms=("cuda",)).as_text()
+    text = for_a_gpu(lambda x: op.fused_modes(**x, keep=jnp.ones((B, 256), bool), P=2), narrow(inputs(256)))
     assert all(f'name = "modes_{kernel}' in text for kernel in ("ends", "outputs", "adjoints", "gradients"))
 
 

@@ -32,6 +32,17 @@ def values_and_gradients(run, x: dict) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf, np.float64) for name, leaf in (grads | dict(y=y, h=h)).items()}
 
 
+def for_a_gpu(run, x: dict) -> str:
+    """The program of values and gradients."""
+
+    def pulled(x):
+        out, pull = jax.vjp(run, x)
+        return out, pull(out)
+
+    with made_for("NVIDIA H200"):
+        return jax.jit(pulled).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+
 @pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("L", "P", "documents"),
@@ -72,12 +83,7 @@ def test_kernels_lower_for_a_gpu(dtype):
         for name, leaf in jax.tree.map(jnp.float32, inputs(256)).items()
     }
 
-    def pulled(x):
-        out, pull = jax.vjp(lambda x: op.fused_selective(**x, keep=jnp.ones((B, 256), bool), P=2), x)
-        return out, pull(out)
-
-    with made_for("NVIDIA H200"):
-        text = jax.jit(pulled).trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    text = for_a_gpu(lambda x: op.fused_selective(**x, keep=jnp.ones((B, 256), bool), P=2), x)
     assert all(f'name = "selective_{kernel}' in text for kernel in ("ends", "outputs", "adjoints", "gradients"))
 
 

@@ -264,7 +264,7 @@ BENCH = [
     *([name, f"--config.{text}"] for name in ("loop", "startup") for text in ("lr=1", "steps=x", "optim.lr=-1")),
     *(["attention", f"--only={text}"] for text in ("", "case", "case=", "kase=fire", "case=fir", "n=7", "contender=x")),
     *([name, "--only=case=attention"] for name in ("loop", "kernels", "scaling")),
-    ["state", "--only=contender=head"],  # there is no GPU here
+    *(["state", f"--only=contender={kind}"] for kind in ("hed", "head")),  # the last: there is no GPU here
     *([name, word] for name in NO_CONFIG for word in ("--config.steps=3", f"--config={DEBUG}")),
     *(["scaling", f"--minutes={text}"] for text in ("0", "-1", "x", "")),
     *(["scaling", f"--mixers={text}"] for text in ("", "mambo", "mamba,", "cross_attention")),

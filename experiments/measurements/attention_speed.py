@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from experiments.measurements import speed, torch_attention
 from experiments.measurements.part import ALL, Part
-from experiments.measurements.speed import Contender, Setting, compiled, sheet
+from experiments.measurements.speed import Contender, Setting, compiled, place, sheet
 from model.ops.attention import IMPLEMENTATIONS, Bias, attention
 from model.ops.mask import CAUSAL, Prefix, block_matrix, window
 from model.ops.patterns import BigBird
@@ -33,7 +33,7 @@ SHEET = sheet({"n": "n", "case": "case"})
 
 
 def settings() -> Iterator[Setting]:
-    shape = SHAPES["cpu" if jax.default_backend() == "cpu" else "gpu"]
+    shape = SHAPES[place()]
     for n, batch in shape["batches"].items():
         for case in CASES:
             yield dict(case=case, n=n, batch=batch, **{key: shape[key] for key in ("heads", "head_dim", "dtype")})

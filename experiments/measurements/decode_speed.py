@@ -20,7 +20,7 @@ from eval.sample import Sampling
 from experiments.measurements import torch_decode
 from experiments.measurements.part import ALL, Part
 from experiments.measurements.sheet import Sheet
-from experiments.measurements.speed import COMPILING, Setting, compiled_twice
+from experiments.measurements.speed import COMPILING, Setting, compiled_twice, place
 from model import build, entries
 from model.asked import Asked
 
@@ -47,7 +47,7 @@ Turn = Callable[[], tuple[float, float]]
 
 
 def settings() -> Iterator[Setting]:
-    size = SIZES["cpu" if jax.default_backend() == "cpu" else "gpu"]
+    size = SIZES[place()]
     for case in CASES:
         for batch in BATCHES:
             yield dict(case=case, batch=batch, **size)

@@ -22,7 +22,7 @@ import numpy as np
 
 from experiments.measurements.elsewhere import elsewhere
 from experiments.measurements.sheet import rows_like
-from experiments.measurements.speed import compiled_bytes
+from experiments.measurements.speed import compiled_bytes, place
 from model.contract import Context, Mixer
 from model.errors import choose, out_of_memory
 from model.mixers import MIXERS
@@ -43,10 +43,6 @@ MOST_WORKERS = 12
 HOST_SHARE = 0.5  # of a host's memory, where the device is the host
 
 ALONE = {name: cls for name, cls in MIXERS.items() if not cls.reads_memory}
-
-
-def place() -> str:
-    return "cpu" if jax.default_backend() == "cpu" else "gpu"
 
 
 def lengths(longest: int | None = None) -> list[int]:

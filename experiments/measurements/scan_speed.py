@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from experiments.measurements import speed, torch_scan
 from experiments.measurements.part import ALL, Part
-from experiments.measurements.speed import Contender, Setting, compiled, sheet
+from experiments.measurements.speed import Contender, Setting, compiled, place, sheet
 from model.ops.conv import fft_conv
 from model.ops.scan import selective_scan
 from model.ops.ssd import ssd
@@ -46,10 +45,9 @@ SHEET = sheet({"case": "case", "batch": "batch", "length": "length"})
 
 
 def settings() -> Iterator[Setting]:
-    place = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    for case, shapes in SHAPES[place].items():
+    for case, shapes in SHAPES[place()].items():
         for batch, length in shapes:
-            yield dict(case=case, batch=batch, length=length, **SIZES[place][case])
+            yield dict(case=case, batch=batch, length=length, **SIZES[place()][case])
 
 
 def measure(rounds: int, part: Part = ALL) -> Iterator[dict[str, Any]]:
@@ -60,7 +58,7 @@ def contenders(setting: Setting) -> dict[str, Callable[[], Contender]]:
     arrays = inputs(setting)
     case = setting["case"]
     if case == "mamba":
-        forms = SCANS["cpu" if jax.default_backend() == "cpu" else "gpu"]
+        forms = SCANS[place()]
         return {f"longview {form}": partial(enter, partial(mamba, implementation=form), arrays) for form in forms}
     ours = {"mamba2": mamba2, "convolution": fft_conv}[case]
     return {"longview": partial(enter, ours, arrays)} | torch_scan.contenders(case, arrays)

@@ -27,6 +27,11 @@ Contender = tuple[Callable[[], Any], Callable[[], Any], Callable[[], dict[str, f
 Setting = dict[str, Any]
 
 
+def place() -> str:
+    """What sizes go by."""
+    return "cpu" if jax.default_backend() == "cpu" else "gpu"
+
+
 def sheet(named: dict[str, str]) -> Sheet:
     """Of contenders in settings; a setting's keys -> their headings."""
     return Sheet(named | {"contender": "contender"}, FORWARD | GRADIENT | MEMORY)

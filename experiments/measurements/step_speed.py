@@ -10,14 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import jax
-
 from data import pipeline
 from experiments.measurements import torch_step
 from experiments.measurements.overhead import step_alone
 from experiments.measurements.part import ALL, Part
 from experiments.measurements.sheet import Sheet
-from experiments.measurements.speed import COMPILING, compiled_bytes, compiled_twice
+from experiments.measurements.speed import COMPILING, compiled_bytes, compiled_twice, place
 from model.errors import UserError, out_of_memory
 from train import config as configs
 from train.run import prepare
@@ -52,10 +50,6 @@ SHEET = Sheet(
     {"case": "case", "batch": "batch", "length": "length", "width": "width", "contender": "contender"},
     {"step_ms": ("ms a step", ".1f"), "tokens_per_s": ("tokens/s", ",.0f"), "memory_gib": ("GiB", ".1f"), **COMPILING},
 )
-
-
-def place() -> str:
-    return "cpu" if jax.default_backend() == "cpu" else "gpu"
 
 
 def settings() -> Iterator[Row]:

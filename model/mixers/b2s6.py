@@ -43,6 +43,8 @@ def b2s6_recurrence(
     h0 = h0.reshape(rows, *w.shape, -1)
     inputs = dict(x=u.reshape(rows, L, *w.shape)) | marks(ctx)
     shared = (w, b, A, B_weight / A, B_bias / A, C)
+    if implementation is None and L > 1 and not kernels_lack(u, A):
+        implementation = "fused"
     if implementation == "fused":
         refuse("scan", kernels_lack(u, A))
         y, h = by_kernels(inputs, h0, *shared)

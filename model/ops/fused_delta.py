@@ -69,23 +69,29 @@ def below(scores: Array, see: Refs) -> Array:
     return jnp.where(row > column, weighed(scores, see), 0)
 
 
-def solved_kernel(see: Refs, T, W, U):
-    """T, [Q, Q], W, [Q, K], and T beta v, [Q, V], of one head of one chunk."""
+def solved_kernel(see: Refs, W, U, *found):
+    """W, [Q, K], T beta v, [Q, V], and T, [Q, Q], unless it is given, of one head of one chunk."""
     k, v = see["k"][...], see["v"][...]
-    beta = see["beta"][...][:, None]
-    exact = lax.Precision.HIGHEST if k.dtype == beta.dtype else None
-    found = inverse(beta * below(dot(k, k, trans_b=True), see), exact).astype(k.dtype)
-    T[...] = found
-    W[...] = dot(found, (scaled(k, see.get("to_token")) * beta).astype(k.dtype)).astype(W.dtype)
-    U[...] = dot(found, (v * beta).astype(v.dtype)).astype(U.dtype)
+    beta = see["beta"][...]
+    if found:
+        exact = lax.Precision.HIGHEST if k.dtype == beta.dtype else None
+        T = inverse(beta[:, None] * below(dot(k, k, trans_b=True), see), exact).astype(k.dtype)
+        found[0][...] = T
+    else:
+        T = see["T"][...]
+    # The columns of T are weighed, not the rows of what it meets, which are longer.
+    to_v = T * beta[None, :]
+    to_k = to_v * see["to_token"][...][None, :] if "to_token" in see else to_v
+    W[...] = dot(to_k.astype(k.dtype), k).astype(W.dtype)
+    U[...] = dot(to_v.astype(v.dtype), v).astype(U.dtype)
 
 
-def solved(k: Array, v: Array, beta: Array, past: Past, chunk: int, interpret: bool) -> list[Array]:
-    """T, `[B, L, H, Q]`, W, as k, and T beta v, as v. beta: [B, H, M, Q]."""
+def solved(k: Array, v: Array, beta: Array, past: Past, T: Array | None, chunk: int, interpret: bool) -> list[Array]:
+    """W, as k, T beta v, as v, and T, `[B, L, H, Q]`, unless it is given. beta: [B, H, M, Q]."""
     (B, L, H, K), V = k.shape, v.shape[-1]
     key, value, square = (tokens_seen(chunk, size) for size in (K, V, chunk))
-    given = dict(k=(k, key), v=(v, value), beta=(beta, past_seen(chunk).whole), **named(past, chunk))
-    made = [((B, L, H, chunk), square), (k.shape, key), (v.shape, value)]
+    given = dict(k=(k, key), v=(v, value), T=(T, square), beta=(beta, past_seen(chunk).whole), **named(past, chunk))
+    made = [(k.shape, key), (v.shape, value)] + ([((B, L, H, chunk), square)] if T is None else [])
     made = [(jax.ShapeDtypeStruct(shape, k.dtype), block) for shape, block in made]
     return launch(solved_kernel, "delta_solved", (H, L // chunk, B), given, made, PARAMS["solved"], interpret)
 
@@ -104,20 +110,21 @@ def states_kernel(see: Refs, *out, chunk: int, reverse: bool):
         i = n - 1 - i if reverse else i
         tokens = pl.ds(i * chunk, chunk)
 
-        def weighted(name, by):
-            x = see[name][tokens, :]
-            return scaled(x, see[by][tokens] if by in see else None).astype(x.dtype)
+        def weighted(x, by):
+            """The rows of the smaller factor of a product: those of keys and queries stay as they were fetched."""
+            return scaled(x, see[by][tokens] if by in see else None)
 
         now = h.astype(w.dtype)
         left = h if total is None else total[i] * h
         if reverse:
-            new = u[tokens, :] + dot(weighted("k", "to_end"), now)
-            after = left + dot(weighted("q", "to_token"), see["dy"][tokens, :], trans_a=True)
+            new = u[tokens, :] + weighted(dot(see["k"][tokens, :], now), "to_end")
+            got = weighted(see["dy"][tokens, :], "to_token").astype(w.dtype)
+            after = left + dot(see["q"][tokens, :], got, trans_a=True)
             after -= dot(w[tokens, :], new.astype(w.dtype), trans_a=True)
         else:
             new = -dot(w[tokens, :], now)
             new = new if u is None else new + u[tokens, :]
-            after = left + dot(weighted("k", "to_end"), new.astype(w.dtype), trans_a=True)
+            after = left + dot(see["k"][tokens, :], weighted(new, "to_end").astype(w.dtype), trans_a=True)
         if every:
             every[0][i, :, :] = now
             every[1][tokens, :] = new.astype(every[1].dtype)
@@ -175,7 +182,7 @@ def handed_on(maps: Array, ends: Array, h0: Array, reverse: bool = False) -> Arr
         return jnp.einsum(spec, P, h, precision=lax.Precision.HIGHEST) + end, h
 
     turned = tuple(jnp.moveaxis(leaf, 1, 0) for leaf in (maps, ends))
-    return jnp.moveaxis(lax.scan(step, h0, turned, reverse=reverse)[1], 0, 1)
+    return jnp.moveaxis(lax.scan(step, h0, turned, reverse=reverse, unroll=min(8, len(turned[0])))[1], 0, 1)
 
 
 def starts_of(w, k, u, past: Past, h0, chunk: int, interpret: bool) -> tuple[Array, Array | None]:
@@ -255,18 +262,18 @@ def fused(q, k, v, beta, a, h0, documents, chunk: int, interpret: bool) -> tuple
 
 def fused_forward(q, k, v, beta, a, h0, documents, chunk, interpret):
     past = past_of(a, documents, q.shape[2], h0.dtype)
-    _, w, u = solved(k, v, beta, past, chunk, interpret)
+    w, u, T = solved(k, v, beta, past, None, chunk, interpret)
     starts, maps = starts_of(w, k, u, past, h0, chunk, interpret)
     before, u, ends = states(dict(w=w, k=k, u=u), past, starts, chunk, False, True, interpret)
     y = linear.outputs(q, k, u, before, past, chunk, interpret)
-    return (y, ends[:, -1]), (q, k, v, beta, a, documents, starts, maps)
+    return (y, ends[:, -1]), (q, k, v, beta, a, documents, T, starts, maps)
 
 
 def fused_backward(chunk, interpret, saved, g):
-    q, k, v, beta, a, documents, starts, maps = saved
+    q, k, v, beta, a, documents, T, starts, maps = saved
     dy, dh = g
     past = past_of(a, documents, q.shape[2], starts.dtype)
-    T, w, u = solved(k, v, beta, past, chunk, interpret)
+    w, u = solved(k, v, beta, past, T, chunk, interpret)
     before, u, _ = states(dict(w=w, k=k, u=u), past, starts, chunk, False, True, interpret)
     given = dict(w=w, k=k, q=q, u=pulled(q, k, dy, past, chunk, interpret), dy=dy)
     ends = dh[:, None]
@@ -274,7 +281,7 @@ def fused_backward(chunk, interpret, saved, g):
         (own,) = states(given, past, jnp.zeros_like(starts), chunk, True, False, interpret)
         ends = handed_on(maps, own, dh, reverse=True)
     after, du, firsts = states(given, past, ends, chunk, True, True, interpret)
-    dq, dk, _, da = linear.gradients(q, k, u, before, past, dy, after, chunk, interpret)
+    dq, dk, _, da = linear.gradients(q, k, u, before, past, dy, after, chunk, interpret, values=False)
     dk, dv, d_beta, *d_past = keys(k, v, beta, T, u, du, before, dk, past, chunk, interpret)
     if d_past:
         da += decays_got(*d_past, jnp.zeros_like(beta), jnp.zeros_like(past.total))

@@ -7,6 +7,7 @@ Complex numbers are pairs of real ones, and so are their gradients, by either pa
 gradient g hands `conj(a) g`.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,6 +37,9 @@ Array = jax.Array
 
 F = 8  # channels of a program, all of one block
 OUT = {"whole": Shape(F, 4, 2048), "parted": Shape(F, 4, 4096)}
+# Of sin(pi r) / r and cos(pi r) in r^2, for |r| <= 1/2: within 5e-9 of the one and 2e-10 of the other.
+SIN = (3.14159264, -5.16770968, 2.55006973, -0.59824213, 0.07756039)
+COS = (1.0, -4.93480214, 4.05870916, -1.33521206, 0.23493756, -0.02439672)
 BACK = {"whole": Shape(F, 2, 2048), "parted": Shape(F, 2, 4096)}
 
 
@@ -104,10 +108,25 @@ def wide(found: dict[str, Any]) -> Token:
     return Token(**dict.fromkeys(("x", "B", "C", "dy")) | {"keep": 1.0} | found | down)
 
 
+def polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
+    """The first coefficient is that of 1."""
+    value = coefficients[-1]
+    for one in coefficients[-2::-1]:
+        value = value * x + one
+    return value
+
+
 def moved(A: Pair, token: Token) -> tuple[Pair, Pair]:
-    """`e^{dt A}`, `[N, F]`, and how far that is from 1, which is exact where it is little."""
-    rate, half = token.dt[None, :] * A.re, token.dt[None, :] * (A.im / 2)
-    less, sin, cos = jnp.expm1(rate), jnp.sin(half), jnp.cos(half)
+    """`e^{dt A}`, `[N, F]`, and how far that is from 1, which is exact where it is little.
+
+    Only products of the sine and the cosine of half the angle matter, and half a turn leaves them as they are: so it is
+    taken between quarters of a turn, where polynomials will do. The library's functions are ready for any angle, and
+    took most of the time.
+    """
+    rate, turns = token.dt[None, :] * A.re, token.dt[None, :] * (A.im / (2 * math.pi))
+    rest = turns - jnp.floor(turns + 0.5)  # of half turns of half the angle
+    square = rest * rest
+    less, sin, cos = jnp.expm1(rate), rest * polynomial(SIN, square), polynomial(COS, square)
     off = 2 * sin * sin  # 1 - cos of the whole angle
     far = Pair(less - (1 + less) * off, (1 + less) * 2 * sin * cos)
     return Pair(1 + far.re, far.im), far

@@ -209,55 +209,61 @@ def named(past: Past, chunk: int) -> dict[str, tuple[Array | None, pl.BlockSpec]
     return {name: pair for name, *pair in zip(Past._fields, past, past_seen(chunk), strict=True)}
 
 
-def gradients_kernel(see: Refs, dq, dk, dv, *d_past):
+DECAYS = ("inner", "to_token", "to_end", "total")  # the ways by which log decays get something
+
+
+def gradients_kernel(see: Refs, *made, names: tuple[str, ...]):
     """What one head of one chunk's tokens get. dy: [Q, V]; before, after: [K, V], `after` the later state's gradient.
 
-    The log decays get something by four ways, d_past: between tokens, from the state before the chunk to tokens, from
-    tokens to the state after it, and from state to state.
+    The log decays get something by four ways: between tokens, from the state before the chunk to tokens, from tokens to
+    the state after it, and from state to state. Each sum is taken as soon as it can be, so that little is held.
     """
+    out = dict(zip(names, made, strict=True))
     q, k, dy = see["q"][...], see["k"][...], see["dy"][...]
+    if "total" in out:
+        kept = jnp.sum(see["before"][...].astype(jnp.float32) * see["after"][...])
+        out["total"][...] = see["total"][...] * kept
     d_scores = weighed(dot(dy, see["v"][...], trans_b=True), see)
     past = scaled(dot(dy, see["before"][...], trans_b=True), see.get("to_token"))
-    dq[...] = (past + dot(d_scores.astype(k.dtype), k)).astype(dq.dtype)
+    if "to_token" in out:
+        out["to_token"][...] = jnp.sum(past * q, axis=1)
+    out["q"][...] = (past + dot(d_scores.astype(k.dtype), k)).astype(q.dtype)
     later = scaled(dot(see["v"][...], see["after"][...], trans_b=True), see.get("to_end"))
-    dk[...] = (later + dot(d_scores.astype(q.dtype), q, trans_a=True)).astype(dk.dtype)
+    if "to_end" in out:
+        out["to_end"][...] = jnp.sum(later * k, axis=1)
+    out["k"][...] = (later + dot(d_scores.astype(q.dtype), q, trans_a=True)).astype(k.dtype)
     scores = dot(q, k, trans_b=True)
-    weights = weighed(scores, see).astype(dy.dtype)
-    own = scaled(dot(k, see["after"][...]), see.get("to_end"))
-    dv[...] = (own + dot(weights, dy, trans_a=True)).astype(dv.dtype)
-    if d_past:
-        d_inner, d_to_token, d_to_end, d_total = d_past
-        d_to_token[...] = jnp.sum(past * q, axis=1)
-        d_to_end[...] = jnp.sum(later * k, axis=1)
-        d_total[...] = see["total"][...] * jnp.sum(see["before"][...].astype(past.dtype) * see["after"][...])
+    if "inner" in out:
         # Token t matters to all pairs j < t <= i. Added up, not differences of sums, which would lose small ones.
         row, column = sides(scores.shape[0])
         exact = lax.Precision.HIGHEST if q.dtype == past.dtype else None
         pairs, earlier = (d_scores * scores).astype(q.dtype), (row < column).astype(q.dtype)
         to_t = dot(pairs, earlier, precision=exact)  # [i, t]: the sum over j < t
-        d_inner[...] = jnp.sum(jnp.where(row >= column, to_t, 0), axis=0)
+        out["inner"][...] = jnp.sum(jnp.where(row >= column, to_t, 0), axis=0)
+    if "v" in out:
+        weights = weighed(scores, see).astype(dy.dtype)
+        own = scaled(dot(k, see["after"][...]), see.get("to_end"))
+        out["v"][...] = (own + dot(weights, dy, trans_a=True)).astype(dy.dtype)
 
 
-def gradients(q, k, v, before, past: Past, dy, after, chunk: int, interpret: bool) -> tuple[Array | None, ...]:
-    """dq, dk, dv, and the gradient of the log decays, `[B, H, M, Q]`, if there are any."""
+def gradients(
+    q, k, v, before, past: Past, dy, after, chunk: int, interpret: bool, values: bool = True
+) -> tuple[Array | None, ...]:
+    """dq, dk, dv, if values are asked for, and the gradient of the log decays, `[B, H, M, Q]`, if there are any."""
     (B, L, H, K), V = q.shape, v.shape[-1]
     key, value, state = tokens_seen(chunk, K), tokens_seen(chunk, V), state_seen(K, V)
     given = dict(q=(q, key), k=(k, key), v=(v, value), dy=(dy, value), before=(before, state), after=(after, state))
-    made = [(q, key), (k, key), (v, value)]
+    made = dict(q=(q, key), k=(k, key)) | (dict(v=(v, value)) if values else {})
     if past.whole is not None:
         block = past_seen(chunk)
-        made += [(past.whole, block.whole)] * 3 + [(past.total, block.total)]
-    made = [(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), block) for leaf, block in made]
-    dq, dk, dv, *d_past = launch(
-        gradients_kernel,
-        "state_gradients",
-        (H, L // chunk, B),
-        given | named(past, chunk),
-        made,
-        PARAMS["gradients"],
-        interpret,
-    )
-    return dq, dk, dv, decays_got(*d_past) if d_past else None
+        made |= dict.fromkeys(DECAYS[:3], (past.whole, block.whole)) | dict(total=(past.total, block.total))
+    outs = [(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), block) for leaf, block in made.values()]
+    kernel, grid = partial(gradients_kernel, names=tuple(made)), (H, L // chunk, B)
+    given |= named(past, chunk)
+    outs = launch(kernel, "state_gradients", grid, given, outs, PARAMS["gradients"], interpret)
+    got = dict(zip(made, outs, strict=True))
+    da = None if past.whole is None else decays_got(*(got[name] for name in DECAYS))
+    return got["q"], got["k"], got.get("v"), da
 
 
 def decays_got(d_inner: Array, d_to_token: Array, d_to_end: Array, d_total: Array) -> Array:

@@ -99,7 +99,7 @@ def test_kernels_are_the_recurrence(kind, length, cut):
 
 
 @pytest.mark.scale
-@pytest.mark.parametrize("strength", [1e-4, 0.1, 1e2, 1e6])
+@pytest.mark.parametrize("strength", [1e-4, 0.1, 2, 1e2, 1e6])
 @pytest.mark.parametrize("kind", ["head", "channels", "gated delta"])
 def test_any_decay_is_exact(kind, strength):
     assert distance(kind, inputs(kind, 64, strength)) < 2e-5
@@ -144,7 +144,8 @@ def test_kernels_lower_for_a_gpu(kind, dtype):
 
     with made_for("NVIDIA H200"):
         text = jax.jit(pulled).trace(x, documents(200)).lower(lowering_platforms=("cuda",)).as_text()
-    made = {"channels": "channels_added channels_outputs channels_queries channels_keys state_carried"}
+    both = [f"channels_{name}{way}" for name in ("outputs", "queries", "keys") for way in ("", "_by_halves")]
+    made = {"channels": f"channels_added {' '.join(both)} state_carried"}
     made |= dict.fromkeys(("plain", "head"), "state_added state_carried state_outputs state_gradients")
     made |= dict.fromkeys(
         ("delta", "gated delta"), "delta_solved delta_states delta_pulled delta_keys state_outputs state_gradients"

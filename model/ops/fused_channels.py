@@ -5,7 +5,8 @@
 Kernels and letters as in model/ops/fused_state.py. The decay between two tokens of a chunk enters a matrix product as
 two factors, one of each token. Where the chunk as a whole decays little, both are measured from its middle, as one of
 them may then exceed 1: one product serves all pairs. Else spans of 1, 2, 4, ... tokens are joined in twos and measured
-from where they meet, as in model/ops/chunked_channels.py: no factor exceeds 1, and nothing is divided by a decay.
+from where they meet, as in model/ops/chunked_channels.py: no factor exceeds 1, and nothing is divided by a decay. Each
+way has kernels of its own, as the second needs registers that the first would wait for.
 """
 
 from collections.abc import Callable
@@ -19,17 +20,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas.triton import dot
 
 from model.ops.decays import STRONGEST, filled, in_chunks
-from model.ops.fused_state import Refs, carried, fitting, launch, on_each_device, sides, state_seen, tokens_seen
+from model.ops.fused_state import (
+    Refs,
+    by_chunk,
+    carried,
+    fitting,
+    launch,
+    on_each_device,
+    sides,
+    state_seen,
+    tokens_seen,
+)
 
 Array = jax.Array
 
 LITTLE = 64.0  # of log decay between the middle of a chunk and its ends: e^64 and e^-64 are far from any bounds
-PARAMS = {  # warps and stages by kernel
-    "added": (8, 1),
-    "outputs": (8, 1),
-    "queries": (8, 1),
-    "keys": (8, 1),
-}
+ONE = pl.BlockSpec((None, None, None), lambda h, m, b: (b, h, m))  # of `[B, H, M]`, what is a chunk's
 
 
 def summed(seen: Array, x: Array, dtype: Any) -> Array:
@@ -40,6 +46,11 @@ def summed(seen: Array, x: Array, dtype: Any) -> Array:
     low = (x - high).astype(dtype)
     seen = seen.astype(dtype)
     return dot(seen, high) + dot(seen, low)
+
+
+def decays(see: Refs) -> Array:
+    """The chunk's log decays, [Q, K]."""
+    return jnp.maximum(see["w"][...].astype(jnp.float32), STRONGEST)
 
 
 def rows(x: Array, see: Refs, name: str) -> Array:
@@ -62,27 +73,40 @@ def to_ends(w: Array, see: Refs, dtype: Any) -> Array:
     return rows(jnp.exp(summed(row < column, w, dtype)), see, "last")
 
 
-def added_kernel(see: Refs, out, *total, reverse: bool):
-    """`(left k)^T v`, what a chunk adds to the state after it, and what it leaves of that before; in reverse, of q."""
-    k, w = see["k"][...], see["w"][...].astype(jnp.float32)
+def added_kernel(see: Refs, out, *kept, reverse: bool):
+    """`(left k)^T v`, what a chunk adds to the state after it; in reverse, of q. Else also what it leaves of the state
+    before it, and whether it decays strongly."""
+    k, w = see["k"][...], decays(see)
     left = (to_tokens if reverse else to_ends)(w, see, k.dtype)
     out[...] = dot((k * left).astype(k.dtype), see["v"][...], trans_a=True).astype(out.dtype)
-    for every in total:
-        kept = jnp.exp(jnp.sum(w, axis=0))
-        every[...] = kept if "documents" not in see else jnp.where(see["none"][...] != 0, kept, 0)
+    if kept:
+        total, strong = kept
+        middle, end = up_to_middle(w), jnp.sum(w, axis=0)
+        left = jnp.exp(end)
+        total[...] = left if "documents" not in see else jnp.where(see["none"][...] != 0, left, 0)
+        strong[...] = (jnp.min(jnp.minimum(middle, end - middle)) < -LITTLE).astype(jnp.int32)
+
+
+def up_to_middle(w: Array) -> Array:
+    """The log decays of the first half of a chunk, [K]."""
+    return jnp.sum(jnp.where(lax.broadcasted_iota(jnp.int32, w.shape, 0) < w.shape[0] // 2, w, 0), axis=0)
 
 
 def added(k, v, w, documents, chunk: int, reverse: bool, interpret: bool) -> list[Array]:
-    """As in fused_state, and unless in reverse what chunks leave of a state, `[B, H, M, K]`."""
+    """As in fused_state, and unless in reverse what chunks leave of a state, `[B, H, M, K]`, and which of them decay
+    strongly, `[B, H, M]`."""
     (B, L, H, K), V = k.shape, v.shape[-1]
     M = L // chunk
     given = dict(k=(k, tokens_seen(chunk, K)), v=(v, tokens_seen(chunk, V)), w=(w, tokens_seen(chunk, K)))
     made = [(jax.ShapeDtypeStruct((B, M, H, K, V), k.dtype), state_seen(K, V))]
     if not reverse:
         block = pl.BlockSpec((None, None, None, K), lambda h, m, b: (b, h, m, 0))
-        made.append((jax.ShapeDtypeStruct((B, H, M, K), jnp.float32), block))
+        made += [
+            (jax.ShapeDtypeStruct((B, H, M, K), jnp.float32), block),
+            (jax.ShapeDtypeStruct((B, H, M), jnp.int32), ONE),
+        ]
     kernel, grid = partial(added_kernel, reverse=reverse), (H, M, B)
-    return launch(kernel, "channels_added", grid, given | cuts(documents, chunk), made, PARAMS["added"], interpret)
+    return launch(kernel, "channels_added", grid, given | cuts(documents, chunk), made, by_chunk(chunk), interpret)
 
 
 def cuts(documents: Array | None, chunk: int) -> dict[str, tuple[Array, pl.BlockSpec]]:
@@ -120,62 +144,68 @@ def meeting(level: Any, i: Array, j: Array) -> Array:
     return (i >> (level + 1) == j >> (level + 1)) & ((i >> level) & 1 == 1) & ((j >> level) & 1 == 0)
 
 
-def whether_little(w: Array, sums: Array) -> tuple[Array, Array, Array]:
-    """Log decays from the chunk's middle to tokens, above 0 before it; those up to it, [K]; and if all are little."""
-    half = lax.broadcasted_iota(jnp.int32, w.shape, 0) < w.shape[0] // 2
-    middle = jnp.sum(jnp.where(half, w, 0), axis=0)
-    s = sums - middle[None, :]
-    return s, middle, jnp.max(jnp.abs(s)) <= LITTLE
+def from_middle(see: Refs) -> tuple[Array, Array, Array]:
+    """Log decays; from the chunk's middle to tokens, above 0 before it; and up to it, [K]."""
+    w = decays(see)
+    row, column = sides(w.shape[0])
+    middle = up_to_middle(w)
+    return w, summed(row >= column, w, see["q"].dtype) - middle[None, :], middle
 
 
-def outputs_kernel(see: Refs, y):
+def in_two(
+    kernels: tuple[Callable, Callable], name: str, given: dict, made: list, strong: Array, interpret: bool
+) -> list[Array]:
+    """Chunks that decay little by the first kernel, and then the others by the second, onto what the first has made."""
+
+    def run(kernel: Callable, name: str, wanted: int, given: dict, onto: tuple[str, ...] = ()) -> list[Array]:
+        def where(see: Refs, *out):
+            pl.when(see["strong"][...] == wanted)(lambda: kernel(see, *out))
+
+        B, H, M = strong.shape
+        chunk = given["q"][0].shape[1] // M
+        return launch(where, name, (H, M, B), given, made, by_chunk(chunk), interpret, onto)
+
+    at_once, by_halves = kernels
+    given = given | dict(strong=(strong, ONE))
+    found = run(at_once, f"channels_{name}", 0, given)
+    onto = {f"made_{i}": (array, block) for i, (array, (_, block)) in enumerate(zip(found, made, strict=True))}
+    return run(by_halves, f"channels_{name}_by_halves", 1, given | onto, tuple(onto))
+
+
+def outputs_at_once(see: Refs, y):
     """One head of one chunk. q, k, w: [Q, K]; v, y: [Q, V]; before: [K, V]."""
-    q, k, w = see["q"][...], see["k"][...], see["w"][...].astype(jnp.float32)
+    narrow, v = see["q"].dtype, see["v"][...]
+    _, s, middle = from_middle(see)
+    scaled_q, scaled_k = (see["q"][...] * jnp.exp(s)).astype(narrow), (see["k"][...] * jnp.exp(-s)).astype(narrow)
+    weights = jnp.where(same_document(see, len(s)), dot(scaled_q, scaled_k, trans_b=True), 0)
+    past = rows(dot((scaled_q * jnp.exp(middle)[None, :]).astype(narrow), see["before"][...]), see, "first")
+    y[...] = (past + dot(weights.astype(v.dtype), v)).astype(y.dtype)
+
+
+def outputs_by_halves(see: Refs, y):
+    q, k, v, w = see["q"][...], see["k"][...], see["v"][...], decays(see)
     Q, narrow = q.shape[0], q.dtype
     row, column = sides(Q)
-    seen, sums = same_document(see, Q), summed(row >= column, w, narrow)
-    s, middle, little = whether_little(w, sums)
+    seen = same_document(see, Q)
 
-    def write(weights, past):
-        v = see["v"][...]
-        y[...] = (rows(past, see, "first") + dot(weights.astype(v.dtype), v)).astype(y.dtype)
+    def step(level, weights):
+        pairs, decay = meeting(level, row, column), jnp.exp(summed(between(level, row, column), w, narrow))
+        met = dot((q * decay).astype(narrow), (k * decay).astype(narrow), trans_b=True)
+        return weights + jnp.where(pairs & seen, met, 0)
 
-    @pl.when(little)
-    def at_once():
-        scaled_q, scaled_k = (q * jnp.exp(s)).astype(narrow), (k * jnp.exp(-s)).astype(narrow)
-        weights = jnp.where(seen, dot(scaled_q, scaled_k, trans_b=True), 0)
-        write(weights, dot((scaled_q * jnp.exp(middle)[None, :]).astype(narrow), see["before"][...]))
-
-    @pl.when(~little)
-    def by_halves():
-        def step(level, weights):
-            pairs, decay = meeting(level, row, column), jnp.exp(summed(between(level, row, column), w, narrow))
-            met = dot((q * decay).astype(narrow), (k * decay).astype(narrow), trans_b=True)
-            return weights + jnp.where(pairs & seen, met, 0)
-
-        own = jnp.sum(q.astype(w.dtype) * k, axis=1)[:, None]
-        weights = lax.fori_loop(0, (Q - 1).bit_length(), step, jnp.where(row == column, own, 0))
-        write(weights, dot((q * jnp.exp(sums)).astype(narrow), see["before"][...]))
+    own = jnp.sum(q.astype(w.dtype) * k, axis=1)[:, None]
+    weights = lax.fori_loop(0, (Q - 1).bit_length(), step, jnp.where(row == column, own, 0))
+    past = dot((q * to_tokens(w, see, narrow)).astype(narrow), see["before"][...])
+    y[...] = (past + dot(weights.astype(v.dtype), v)).astype(y.dtype)
 
 
-def outputs(q, k, v, w, before, documents, chunk: int, interpret: bool) -> Array:
-    (B, L, H, K), V = q.shape, v.shape[-1]
+def outputs(q, k, v, w, before, documents, strong, chunk: int, interpret: bool) -> Array:
+    K, V = k.shape[-1], v.shape[-1]
     key, value = tokens_seen(chunk, K), tokens_seen(chunk, V)
     given = dict(q=(q, key), k=(k, key), v=(v, value), w=(w, key), before=(before, state_seen(K, V)))
     made = [(jax.ShapeDtypeStruct(v.shape, v.dtype), value)]
-    grid = (H, L // chunk, B)
-    given |= cuts(documents, chunk)
-    return launch(outputs_kernel, "channels_outputs", grid, given, made, PARAMS["outputs"], interpret)[0]
-
-
-def either(see: Refs, little: Callable, strong: Callable, *out) -> None:
-    """Runs one of two bodies of a kernel, as the chunk decays."""
-    w = see["w"][...].astype(jnp.float32)
-    row, column = sides(w.shape[0])
-    sums = summed(row >= column, w, see["q"].dtype)
-    s, middle, is_little = whether_little(w, sums)
-    pl.when(is_little)(lambda: little(see, w, s, middle, *out))
-    pl.when(~is_little)(lambda: strong(see, w, sums, *out))
+    kernels = outputs_at_once, outputs_by_halves
+    return in_two(kernels, "outputs", given | cuts(documents, chunk), made, strong, interpret)[0]
 
 
 def scores_got(see: Refs) -> tuple[Array, Array]:
@@ -196,9 +226,9 @@ def kept_got(see: Refs, end: Array) -> Array:
 # Two kernels, as all would not fit in the registers: of queries and values, then of keys and decays, which take dq.
 
 
-def queries_at_once(see: Refs, w: Array, s: Array, middle: Array, dq, dv):
+def queries_at_once(see: Refs, dq, dv):
     """Linear attention of scaled tokens."""
-    narrow = see["q"].dtype
+    narrow, (w, s, middle) = see["q"].dtype, from_middle(see)
     in_q = jnp.exp(s)
     scaled_q, scaled_k = (see["q"][...] * in_q).astype(narrow), (see["k"][...] * jnp.exp(-s)).astype(narrow)
     weights = jnp.where(same_document(see, len(s)), dot(scaled_q, scaled_k, trans_b=True), 0).astype(narrow)
@@ -211,8 +241,8 @@ def queries_at_once(see: Refs, w: Array, s: Array, middle: Array, dq, dv):
     dq[...] = (to_q + own * see["k"][...]).astype(dq.dtype)
 
 
-def keys_at_once(see: Refs, w: Array, s: Array, middle: Array, dk, dw):
-    narrow = see["q"].dtype
+def keys_at_once(see: Refs, dk, dw):
+    narrow, (w, s, middle) = see["q"].dtype, from_middle(see)
     row, column = sides(s.shape[0])
     end, in_k = jnp.sum(w, axis=0), jnp.exp(-s)
     kept = kept_got(see, end)
@@ -225,11 +255,11 @@ def keys_at_once(see: Refs, w: Array, s: Array, middle: Array, dk, dw):
     # Pairs with i at a token or later, less those with j there too; so with the state after the chunk.
     q, k = see["q"][...], see["k"][...]
     got = q * (see["dq"][...] - own * k) - k * to_k
-    dw[...] = (summed(row <= column, got, narrow) + every[None, :]).astype(dw.dtype)
+    put_decays(dw, see, summed(row <= column, got, narrow) + every[None, :])
 
 
-def queries_by_halves(see: Refs, w: Array, sums: Array, dq, dv):
-    q, k, dy = see["q"][...], see["k"][...], see["dy"][...]
+def queries_by_halves(see: Refs, dq, dv):
+    q, k, dy, w = see["q"][...], see["k"][...], see["dy"][...], decays(see)
     Q, narrow = q.shape[0], q.dtype
     row, column = sides(Q)
     d_scores, own = scores_got(see)
@@ -244,16 +274,16 @@ def queries_by_halves(see: Refs, w: Array, sums: Array, dq, dv):
     itself = jnp.where(row == column, jnp.sum(q.astype(w.dtype) * k, axis=1)[:, None], 0)
     start = itself, jnp.zeros(w.shape, w.dtype)
     weights, to_q = lax.fori_loop(0, (Q - 1).bit_length(), step, start)
-    past = jnp.exp(sums) * rows(dot(dy, see["before"][...], trans_b=True), see, "first")
+    past = to_tokens(w, see, narrow) * dot(dy, see["before"][...], trans_b=True)
     dq[...] = (past + to_q + own * k).astype(dq.dtype)
     weights = jnp.where(same_document(see, Q), weights, 0).astype(narrow)
     later = dot((k * to_ends(w, see, narrow)).astype(narrow), see["after"][...])
     dv[...] = (later + dot(weights, dy, trans_a=True)).astype(dv.dtype)
 
 
-def keys_by_halves(see: Refs, w: Array, sums: Array, dk, dw):
+def keys_by_halves(see: Refs, dk, dw):
     """The decays get sums of what pairs of tokens give, never differences, which would lose small ones."""
-    q, k = see["q"][...], see["k"][...]
+    q, k, w = see["q"][...], see["k"][...], decays(see)
     Q, narrow = q.shape[0], q.dtype
     row, column = sides(Q)
     d_scores, own = scores_got(see)
@@ -268,36 +298,31 @@ def keys_by_halves(see: Refs, w: Array, sums: Array, dk, dw):
 
     none = jnp.zeros(w.shape, w.dtype)
     to_k, to_w = lax.fori_loop(0, (Q - 1).bit_length(), step, (none, none))
-    past = jnp.exp(sums) * rows(dot(see["dy"][...], see["before"][...], trans_b=True), see, "first")
+    past = to_tokens(w, see, narrow) * dot(see["dy"][...], see["before"][...], trans_b=True)
     later = to_ends(w, see, narrow) * dot(see["v"][...], see["after"][...], trans_b=True)
     dk[...] = (later + to_k + own * q).astype(dk.dtype)
     to_w += summed(row <= column, past * q, narrow) + summed(row > column, later * k, narrow)
-    dw[...] = (to_w + kept_got(see, jnp.sum(w, axis=0))[None, :]).astype(dw.dtype)
+    put_decays(dw, see, to_w + kept_got(see, jnp.sum(w, axis=0))[None, :])
 
 
-def queries_kernel(see: Refs, dq, dv):
-    either(see, queries_at_once, queries_by_halves, dq, dv)
+def put_decays(dw, see: Refs, got: Array) -> None:
+    dw[...] = jnp.where(see["w"][...] > STRONGEST, got, 0).astype(dw.dtype)
 
 
-def keys_kernel(see: Refs, dk, dw):
-    either(see, keys_at_once, keys_by_halves, dk, dw)
-
-
-def gradients(q, k, v, w, before, documents, dy, after, chunk: int, interpret: bool) -> tuple[Array, ...]:
+def gradients(q, k, v, w, before, documents, strong, dy, after, chunk: int, interpret: bool) -> tuple[Array, ...]:
     """dq, dk, dv and dw."""
-    (B, L, H, K), V = q.shape, v.shape[-1]
+    K, V = k.shape[-1], v.shape[-1]
     key, value, state = tokens_seen(chunk, K), tokens_seen(chunk, V), state_seen(K, V)
     given = dict(q=(q, key), k=(k, key), v=(v, value), w=(w, key), dy=(dy, value))
     given |= dict(before=(before, state), after=(after, state)) | cuts(documents, chunk)
-    grid = (H, L // chunk, B)
 
-    def run(kernel, name, *made):
+    def run(kernels, name, *made):
         made = [(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), block) for leaf, block in made]
-        return launch(kernel, f"channels_{name}", grid, given, made, PARAMS[name], interpret)
+        return in_two(kernels, name, given, made, strong, interpret)
 
-    dq, dv = run(queries_kernel, "queries", (q, key), (v, value))
+    dq, dv = run((queries_at_once, queries_by_halves), "queries", (q, key), (v, value))
     given["dq"] = (dq, key)
-    dk, dw = run(keys_kernel, "keys", (k, key), (w, key))
+    dk, dw = run((keys_at_once, keys_by_halves), "keys", (k, key), (w, key))
     return dq, dk, dv, dw
 
 
@@ -308,19 +333,19 @@ def fused(q, k, v, w, h0, documents, chunk: int, interpret: bool) -> tuple[Array
 
 
 def fused_forward(q, k, v, w, h0, documents, chunk, interpret):
-    new, total = added(k, v, w, documents, chunk, False, interpret)
+    new, total, strong = added(k, v, w, documents, chunk, False, interpret)
     before, h = carried(new, total, h0, False, interpret)
-    return (outputs(q, k, v, w, before, documents, chunk, interpret), h), (q, k, v, w, h0, documents)
+    return (outputs(q, k, v, w, before, documents, strong, chunk, interpret), h), (q, k, v, w, h0, documents)
 
 
 def fused_backward(chunk, interpret, saved, g):
     q, k, v, w, h0, documents = saved
     dy, dh = g
-    new, total = added(k, v, w, documents, chunk, False, interpret)
+    new, total, strong = added(k, v, w, documents, chunk, False, interpret)
     before, _ = carried(new, total, h0, False, interpret)
     (new,) = added(q, dy, w, documents, chunk, True, interpret)
     after, dh0 = carried(new, total, dh, True, interpret)
-    dq, dk, dv, dw = gradients(q, k, v, w, before, documents, dy, after, chunk, interpret)
+    dq, dk, dv, dw = gradients(q, k, v, w, before, documents, strong, dy, after, chunk, interpret)
     return dq, dk, dv, dw, dh0, None
 
 
@@ -337,7 +362,6 @@ def fused_channels(
     """
     B, L, H = q.shape[:3]
     chunk = fitting(chunk, k, v)
-    w = jnp.maximum(w, STRONGEST)
     # Filled up with keys of zero and decays of none, which leave a state as it was.
     q, k, v, w = (filled(leaf, chunk) for leaf in (q, k, v, w))
     documents = None if opens is None else jnp.cumsum(in_chunks(opens, chunk), axis=-1, dtype=jnp.int32)

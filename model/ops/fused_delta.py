@@ -40,13 +40,13 @@ from model.ops.fused_state import (
 
 Array = jax.Array
 
-PROGRAMS = 512  # enough to fill a large GPU
-TILE = 32  # values of a state's rows that one program carries
+PROGRAMS = 128  # enough to fill a large GPU
+TILE = 16  # values of a state's rows that one program carries
 PARAMS = {  # warps and stages by kernel
     "solved": (4, 1),
     "states": (4, 2),
     "pulled": (4, 1),
-    "keys": (8, 1),
+    "keys": (4, 1),
 }
 
 

@@ -29,12 +29,12 @@ Refs = dict[str, Any]  # of a kernel's inputs, by name; what a call lacks is not
 TILE = 1024  # numbers of a state that one program carries
 ROOM = 227 * 1024  # bytes that a program has on the chip, beside its registers
 AHEAD = 8  # chunks whose numbers are fetched before the first is used
-PARAMS = {  # warps and stages by kernel
-    "added": (4, 1),
-    "carried": (4, 1),
-    "outputs": (8, 1),
-    "gradients": (8, 1),
-}
+PARAMS = {"added": (4, 1), "carried": (4, 1)}  # warps and stages by kernel
+
+
+def by_chunk(chunk: int) -> tuple[int, int]:
+    """Warps and stages of a kernel that holds a chunk's weights: more warps than they fill wait for each other."""
+    return (8 if chunk > 64 else 4), 1
 
 
 class Past(NamedTuple):
@@ -94,8 +94,10 @@ def launch(
     made: list[tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
     params: tuple[int, int],
     interpret: bool,
+    onto: tuple[str, ...] = (),
 ) -> list[Array]:
-    """Runs a kernel on what is given and not None, which it sees by name, and what it makes."""
+    """Runs a kernel on what is given and not None, which it sees by name, and what it makes: anew, or written onto
+    arrays that are given, by their names."""
     given = {name: pair for name, pair in given.items() if pair[0] is not None}
     warps, stages = params
     return pl.pallas_call(
@@ -104,6 +106,7 @@ def launch(
         in_specs=[{name: block for name, (_, block) in given.items()}],
         out_specs=[block for _, block in made],
         out_shape=[shape for shape, _ in made],
+        input_output_aliases={sorted(given).index(name): i for i, name in enumerate(onto)},
         compiler_params=triton.CompilerParams(num_warps=warps, num_stages=stages),
         interpret=interpret,
         name=name,
@@ -202,7 +205,7 @@ def outputs(q: Array, k: Array, v: Array, before: Array, past: Past, chunk: int,
     given = dict(q=(q, key), k=(k, key), v=(v, value), before=(before, state_seen(K, V)), **named(past, chunk))
     made = [(jax.ShapeDtypeStruct(v.shape, v.dtype), value)]
     grid = (H, L // chunk, B)
-    return launch(outputs_kernel, "state_outputs", grid, given, made, PARAMS["outputs"], interpret)[0]
+    return launch(outputs_kernel, "state_outputs", grid, given, made, by_chunk(chunk), interpret)[0]
 
 
 def named(past: Past, chunk: int) -> dict[str, tuple[Array | None, pl.BlockSpec]]:
@@ -260,7 +263,7 @@ def gradients(
     outs = [(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), block) for leaf, block in made.values()]
     kernel, grid = partial(gradients_kernel, names=tuple(made)), (H, L // chunk, B)
     given |= named(past, chunk)
-    outs = launch(kernel, "state_gradients", grid, given, outs, PARAMS["gradients"], interpret)
+    outs = launch(kernel, "state_gradients", grid, given, outs, by_chunk(chunk), interpret)
     got = dict(zip(made, outs, strict=True))
     da = None if past.whole is None else decays_got(*(got[name] for name in DECAYS))
     return got["q"], got["k"], got.get("v"), da

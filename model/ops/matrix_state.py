@@ -62,7 +62,7 @@ def fused(q: Array, k: Array, v: Array, w: Array | None, h0: Array, keep: Array 
     from model.ops.fused_channels import fused_channels  # here: Pallas takes a second to load, and only GPUs need it
     from model.ops.fused_state import fused_state
 
-    run = fused_channels if w is not None and w.ndim == 4 else fused_state
+    run, chunk = (fused_channels, 64) if w is not None and w.ndim == 4 else (fused_state, 128)
     opens, K, side = None if keep is None else ~keep, k.shape[-1], next(n for n in SIDES if n >= k.shape[-1])
     q, k = filled(q, side), filled(k, side)
     w = filled(w, side) if w is not None and w.ndim == 4 else w
@@ -71,7 +71,7 @@ def fused(q: Array, k: Array, v: Array, w: Array | None, h0: Array, keep: Array 
         size = part.stop - part.start
         to = next(n for n in SIDES if n >= size)
         h = jnp.pad(h0[..., part], [(0, 0), (0, 0), (0, side - K), (0, to - size)])
-        y, h = run(q, k, filled(v[..., part], to), w, h, opens, CHUNK)
+        y, h = run(q, k, filled(v[..., part], to), w, h, opens, chunk)
         outputs.append(y[..., :size])
         states.append(h[..., :K, :size])
     return jnp.concatenate(outputs, axis=-1), jnp.concatenate(states, axis=-1)
@@ -96,7 +96,6 @@ def lacking(k: Array, v: Array) -> list[str]:
     return reasons
 
 
-CHUNK = 128  # tokens whose weights a kernel holds
 IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked, "fused": fused}
 
 

@@ -224,7 +224,10 @@ def fused(tokens: Tokens, h0: Array, keep: Array | None) -> tuple[Array, Array]:
     return y.astype(h0.dtype), h
 
 
-def fused_general(tokens: Tokens, h0: Array, keep: Array | None, interpret: bool = False) -> tuple[Array, Array]:
+def fused_general(
+    tokens: Tokens, h0: Array, keep: Array | None, chunk: int = 64, interpret: bool = False
+) -> tuple[Array, Array]:
+    """Where channels decay by themselves, or corrections are in other directions than a key's."""
     from model.ops.fused_dplr import fused_dplr  # here, as above
 
     _, k, _, w, a, b = spelt_out(tokens, h0.dtype)
@@ -232,12 +235,12 @@ def fused_general(tokens: Tokens, h0: Array, keep: Array | None, interpret: bool
     q, v = tokens["q"], tokens["v"]
     v = v.astype(h0.dtype) if v.dtype == jnp.float16 else v  # which has no room for numbers measured from a middle
     opens = None if keep is None else ~keep
-    y, h = fused_dplr(q, k, v, jnp.broadcast_to(w, q.shape), a, b, h0, opens, 64, interpret)
+    y, h = fused_dplr(q, k, v, jnp.broadcast_to(w, q.shape), a, b, h0, opens, chunk, interpret)
     return y.astype(h0.dtype), h
 
 
 def general(tokens: Tokens) -> bool:
-    """Whether channels decay by themselves, or corrections are in other directions than a key's."""
+    """Whether a call is for `fused_general`."""
     return "beta" not in tokens or ("w" in tokens and tokens["w"].ndim == 4)
 
 

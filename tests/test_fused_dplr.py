@@ -133,7 +133,7 @@ def test_narrow_tokens_are_summed_wide(kind):
 @pytest.mark.scale
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_devices_keep_their_rows_and_heads(kind):
-    """On a mesh the result is the same, and no device is sent another's tokens, nor told of its decays."""
+    """On a mesh the result is the same, and no device is sent another's tokens."""
     mesh = jax.make_mesh((2, 2, 2), ("data", "expert", "tensor"), axis_types=(AxisType.Auto,) * 3)
     x = jax.tree.map(jnp.float32, inputs(kind, 32))
     places = {name: PartitionSpec(("data",), *([] if name == "h0" else [None]), "tensor") for name in x}

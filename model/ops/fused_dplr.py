@@ -10,9 +10,9 @@ decays any more; in a chunk that begins with h the tokens then find u = T (b h +
 
 with N = b a^T and P = b k^T below their diagonals, R = q a^T and S = q k^T with them; with no k, P is the identity and
 S nothing. `solved` finds T, T b and T P v in every chunk; `states` goes over the chunks, for a few columns of the state
-a program. Gradients of states run through the same kernel from the end, with E = T^T du for u. Tokens are scaled, and
-their gradients scaled back, around the kernels. All that needs chunks that decay little: a call with any other is left
-to model.ops.delta_rule's products, which take any decay. Letters as in model/ops/fused_state.py.
+a program. Gradients of states run through the same kernel from the end, with E = T^T du for u. All that needs chunks
+that decay little: a call with any other is left to model.ops.delta_rule's products, which take any decay. Letters as in
+model/ops/fused_state.py.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from jax.experimental.pallas.triton import dot
 
 from model.ops.decays import STRONGEST, filled, in_chunks
 from model.ops.delta_rule import chunks_in_turn, forgetting
-from model.ops.fused_channels import LITTLE, cuts, rows, same_document
+from model.ops.fused_channels import LITTLE, cuts, rows, same_document, summed
 from model.ops.fused_delta import inverse
 from model.ops.fused_state import Refs, fitting, launch, on_each_device, sides, state_seen, tokens_seen
 
@@ -35,6 +35,7 @@ Array = jax.Array
 
 TILE = 16  # values of a state's rows that one program carries
 PARAMS = {  # warps and stages by kernel
+    "scaled": (4, 1),
     "solved": (4, 1),
     "states": (4, 2),
     "outputs": (4, 1),
@@ -54,34 +55,31 @@ class Scaled(NamedTuple):
     b: Array
     begins: Array  # what states are scaled by as a chunk begins, [B, M, H, K], wide
     ends: Array  # and as it ends
-    documents: Array | None  # begun in the chunk so far, [B, M, Q]
 
 
-def from_middle(w: Array, chunk: int) -> tuple[Array, Array]:
-    """Log decays from a chunk's middle to before and to after each token, above 0 in its first half, [B, M, Q, H, K].
+# Kernels of one head of one chunk. q, k, a, b, w: [Q, K]; v, y, dy, u, e: [Q, V]; T: [Q, Q]; before, after: [K, V].
 
-    Sums of their own, not differences of running ones.
+
+def to_scale(name: str, see: Refs, narrow: Any) -> Array:
+    """The logs of what tokens of a name are multiplied by: decays from the chunk's middle, or for writers towards it.
+
+    They are sums, not differences of running ones. b reads the state before its own token's decay.
     """
-    w, half = in_chunks(w, chunk), chunk // 2
-    after, token = jnp.arange(1, chunk + 1)[:, None], jnp.arange(chunk)
-    signs = ((half <= token) & (token < after)).astype(w.dtype) - ((after <= token) & (token < half))
-    s = jnp.einsum("ij,bmjhk->bmihk", signs, w, precision=lax.Precision.HIGHEST)
-    return jnp.concatenate([-jnp.sum(w[:, :, :half], axis=2, keepdims=True), s[:, :, :-1]], axis=2), s
+    row, column = sides(see["w"].shape[0])
+    half, after = len(row) // 2, row if name == "b" else row + 1
+    signs = jnp.where((half <= column) & (column < after), 1.0, 0.0)
+    signs -= jnp.where((after <= column) & (column < half), 1.0, 0.0)
+    return summed(signs if name in "qb" else -signs, see["w"][...], narrow)
 
 
-def by(x: Array | None, s: Array, dtype: Any) -> Array | None:
-    """Tokens times the exponentials of numbers in chunks."""
-    return None if x is None else (x * jnp.exp(s.reshape(x.shape))).astype(dtype)
-
-
-def scaled(q, k, v, a, b, early: Array, late: Array, opens: Array | None) -> Scaled:
-    """early, late: as `from_middle` finds them; opens: [B, L]."""
-    tokens = by(q, late, v.dtype), by(k, -late, v.dtype), v, by(a, -late, v.dtype), by(b, early, v.dtype)
-    documents = None if opens is None else jnp.cumsum(in_chunks(opens, late.shape[2]), axis=-1, dtype=jnp.int32)
-    return Scaled(*tokens, jnp.exp(-early[:, :, 0]), jnp.exp(late[:, :, -1]), documents)
-
-
-# Kernels of one head of one chunk. q, k, a, b: [Q, K]; v, y, dy, u, e: [Q, V]; T: [Q, Q]; before, after: [K, V].
+def scaled_kernel(see: Refs, begins, ends, *made, names: tuple[str, ...]):
+    """Scaled tokens, by name, and what scales states, [1, K]."""
+    w = see["w"][...]
+    first = lax.broadcasted_iota(jnp.int32, w.shape, 0) < w.shape[0] // 2
+    for out, half in ((begins, first), (ends, ~first)):
+        out[...] = jnp.exp(jnp.sum(jnp.where(half, w, 0), axis=0))[None, :]
+    for out, name in zip(made, names, strict=True):
+        out[...] = (see[name][...] * jnp.exp(to_scale(name, see, out.dtype))).astype(out.dtype)
 
 
 def product(see: Refs, reader: str, written: str) -> Array:
@@ -125,26 +123,38 @@ def pulled_kernel(see: Refs, D, own):
     own[...] = dot(T, du, trans_a=True).astype(own.dtype)
 
 
-def readers_kernel(see: Refs, dq, db):
-    """What queries and b get: of the state before the chunk, and of what is written in it."""
-    for got, reader in ((dq, "dy"), (db, "e")):
-        now = rows(dot(see[reader][...], see["before"][...], trans_b=True), see, "first")
-        now += dot(product(see, reader, "u"), see["a"][...])
+def readers_kernel(see: Refs, dq, db, dw):
+    """What queries and b get: of the state before the chunk, and of what is written in it; and so log decays."""
+    narrow = see["q"].dtype
+    row, column = sides(see["q"].shape[0])
+    total = jnp.zeros(dw.shape, dw.dtype)
+    # All decays up to a token are in what it is multiplied by.
+    for name, reader, out, later in (("q", "dy", dq, row <= column), ("b", "e", db, row < column)):
+        got = rows(dot(see[reader][...], see["before"][...], trans_b=True), see, "first")
+        got += dot(product(see, reader, "u"), see["a"][...])
         if "k" in see:
-            now += dot(product(see, reader, "v"), see["k"][...])
-        got[...] = now
+            got += dot(product(see, reader, "v"), see["k"][...])
+        out[...] = (got * jnp.exp(to_scale(name, see, narrow))).astype(out.dtype)
+        total += summed(later, got * see[name][...], narrow)
+    dw[...] = total
 
 
-def writers_kernel(see: Refs, end, da, *others):
-    """What a, keys and values get, and the sum of all that the state after the chunk is, times its gradient, [1, K]."""
-    kept = jnp.sum(see["before"][...].astype(end.dtype) * see["after"][...], axis=1)
-    total = kept if "documents" not in see else jnp.where(see["none"][...] != 0, kept, 0)
-    for got, written, value in ((da, "a", "u"), *([(others[0], "k", "v")] if others else [])):
-        later = rows(dot(see[value][...], see["after"][...], trans_b=True), see, "last")
-        total += jnp.sum(later * see[written][...], axis=0)
-        later += dot(product(see, "dy", value), see["q"][...], trans_a=True)
-        got[...] = later + dot(product(see, "e", value), see["b"][...], trans_a=True)
-    end[...] = total[None, :]
+def writers_kernel(see: Refs, dw, da, *others):
+    """What a, keys, values and log decays get, given what these got of readers."""
+    narrow = see["a"].dtype
+    row, column = sides(see["a"].shape[0])
+    # Every decay is in the state after the chunk: this, times what it gets.
+    end = jnp.sum(see["before"][...].astype(dw.dtype) * see["after"][...], axis=1)
+    end = end if "documents" not in see else jnp.where(see["none"][...] != 0, end, 0)
+    total = see["dw"][...]
+    for name, value, out in (("a", "u", da), *([("k", "v", others[0])] if others else [])):
+        got = rows(dot(see[value][...], see["after"][...], trans_b=True), see, "last")
+        end += jnp.sum(got * see[name][...], axis=0)
+        got += dot(product(see, "dy", value), see["q"][...], trans_a=True)
+        got += dot(product(see, "e", value), see["b"][...], trans_a=True)
+        out[...] = (got * jnp.exp(to_scale(name, see, narrow))).astype(out.dtype)
+        total -= summed(row <= column, got * see[name][...], narrow)
+    dw[...] = total + end[None, :]
     if others:
         dv = rows(dot(see["k"][...], see["after"][...]), see, "last")
         dv += dot(product(see, "q", "k"), see["dy"][...], trans_a=True)
@@ -195,7 +205,7 @@ def states_kernel(see: Refs, every, found, end, *, chunk: int, reverse: bool):
     end[...] = lax.fori_loop(0, M, step, see["start"][...])
 
 
-def states(given: dict[str, Array | None], begins, ends, documents, start, chunk: int, reverse: bool, interpret: bool):
+def states(given: dict[str, Array], begins, ends, start, reverse: bool, documents, chunk: int, interpret: bool) -> list:
     """The scaled states of chunks, `[B, M, H, K, V]`, what tokens find, `[B, L, H, V]`, and the last state, as start.
 
     In reverse: their gradients, from the end. given: w, a, k, u and v; begins, ends: [B, M, H, K].
@@ -229,63 +239,58 @@ def shape_of(x: Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
 
 
+def scaled(q, k, v, w, a, b, run: Callable) -> Scaled:
+    tokens = {name: leaf for name, leaf in dict(q=q, k=k, a=a, b=b).items() if leaf is not None}
+    B, M, H, K = w.shape[0], w.shape[1] // run.keywords["chunk"], *w.shape[2:]
+    made = [jax.ShapeDtypeStruct((B, M, H, 1, K), w.dtype)] * 2 + [shape_of(w, v.dtype)] * len(tokens)
+    begins, ends, *found = run("scaled", partial(scaled_kernel, names=tuple(tokens)), tokens | dict(w=w), made)
+    found = dict(k=None) | dict(zip(tokens, found, strict=True))
+    return Scaled(**found, v=v, begins=begins[:, :, :, 0], ends=ends[:, :, :, 0])
+
+
 def values_of(x: Scaled) -> dict[str, Array]:
     """What is written beside what tokens find."""
     return {} if x.k is None else dict(k=x.k, v=x.v)
 
 
-def states_of(x: Scaled, T: Array | None, h0: Array, chunk: int, interpret: bool) -> tuple[Array, ...]:
+def states_of(x: Scaled, T: Array | None, h0: Array, run: Callable) -> tuple[Array, ...]:
     """T, unless it is given, the scaled states of chunks, what tokens find, and the last state."""
     B, L, H, _ = x.a.shape
     made = [shape_of(x.b), shape_of(x.v)]
-    made += [jax.ShapeDtypeStruct((B, L, H, chunk), x.b.dtype)] if T is None else []
-    given = dict(a=x.a, b=x.b, k=x.k, v=x.v, T=T)
-    W, own, *found = on_chunks("solved", solved_kernel, given, made, x.documents, chunk, interpret)
-    given = dict(w=W, a=x.a, u=own, **values_of(x))
-    return *found, *states(given, x.begins, x.ends, x.documents, h0, chunk, False, interpret)
+    made += [jax.ShapeDtypeStruct((B, L, H, run.keywords["chunk"]), x.b.dtype)] if T is None else []
+    W, own, *found = run("solved", solved_kernel, dict(a=x.a, b=x.b, k=x.k, v=x.v, T=T), made)
+    return *found, *states(dict(w=W, a=x.a, u=own, **values_of(x)), x.begins, x.ends, h0, False, **run.keywords)
 
 
 def by_kernels(q, k, v, w, a, b, h0, opens, chunk: int, interpret: bool) -> tuple[Array, Array, Array]:
     """Outputs, the last state and T."""
-    x = scaled(q, k, v, a, b, *from_middle(w, chunk), opens)
-    T, before, u, h = states_of(x, None, h0, chunk, interpret)
+    run = partial(on_chunks, documents=documents_of(opens, chunk), chunk=chunk, interpret=interpret)
+    x = scaled(q, k, v, w, a, b, run)
+    T, before, u, h = states_of(x, None, h0, run)
     given = dict(q=x.q, a=x.a, u=u, before=before, **values_of(x))
-    (y,) = on_chunks("outputs", outputs_kernel, given, [shape_of(v)], x.documents, chunk, interpret)
+    (y,) = run("outputs", outputs_kernel, given, [shape_of(v)])
     return y, h, T
 
 
 def back_by_kernels(q, k, v, w, a, b, h0, opens, T, dy, dh, chunk: int, interpret: bool) -> tuple[Array | None, ...]:
     """What q, k, v, w, a, b and h0 get."""
-    early, late = from_middle(w, chunk)
-    x = scaled(q, k, v, a, b, early, late, opens)
-    run = partial(on_chunks, documents=x.documents, chunk=chunk, interpret=interpret)
-    before, u, _ = states_of(x, T, h0, chunk, interpret)
+    run = partial(on_chunks, documents=documents_of(opens, chunk), chunk=chunk, interpret=interpret)
+    x = scaled(q, k, v, w, a, b, run)
+    before, u, _ = states_of(x, T, h0, run)
     D, own = run("pulled", pulled_kernel, dict(q=x.q, a=x.a, dy=dy, T=T), [shape_of(x.a), shape_of(dy)])
     given = dict(w=D, a=x.b, u=own, k=x.q, v=dy)
-    after, e, dh0 = states(given, x.ends, x.begins, x.documents, dh, chunk, True, interpret)
-    key = shape_of(x.a, h0.dtype)
-    given = dict(a=x.a, u=u, dy=dy, e=e, before=before, **values_of(x))
-    dq, db = run("readers", readers_kernel, given, [key, key])
-    (B, M, H, K), given = x.ends.shape, given | dict(q=x.q, b=x.b, after=after)
-    made = [jax.ShapeDtypeStruct((B, M, H, 1, K), h0.dtype), key] + ([] if k is None else [key, shape_of(v)])
-    end, da, *others = run("writers", writers_kernel, given, made)
+    after, e, dh0 = states(given, x.ends, x.begins, dh, True, **run.keywords)
+    given = dict(q=x.q, a=x.a, b=x.b, w=w, u=u, dy=dy, e=e, before=before, **values_of(x))
+    dq, db, dw = run("readers", readers_kernel, given, [shape_of(q), shape_of(b), shape_of(w)])
+    made = [shape_of(w), shape_of(a)] + ([] if k is None else [shape_of(k), shape_of(v)])
+    dw, da, *others = run("writers", writers_kernel, given | dict(dw=dw, after=after), made)
     dk, dv = others or (None, e)
-    dw = decays_got(x, dq, dk, da, db, end, chunk).reshape(w.shape)
-    scales = ((q, dq, late), (k, dk, -late), (a, da, -late), (b, db, early))
-    dq, dk, da, db = (None if leaf is None else by(got, s, leaf.dtype) for leaf, got, s in scales)
-    return dq, dk, dv, dw.astype(w.dtype), da, db, dh0
+    return dq, dk, dv, dw, da, db, dh0
 
 
-def decays_got(x: Scaled, dq, dk, da, db, end: Array, chunk: int) -> Array:
-    """What log decays get, `[B, M, Q, H, K]`, given what scaled tokens do; end: [B, M, H, 1, K], as of `writers`.
-
-    A token's scale has in it all decays up to its own, that of b all before it, and that of the state after the chunk
-    every one. The middle is in all of them, and matters to nothing.
-    """
-    met = x.q * dq - x.a * da - (0 if dk is None else x.k * dk)
-    met = in_chunks(met, chunk) + jnp.pad(in_chunks(x.b * db, chunk)[:, :, 1:], [(0, int(i == 2)) for i in range(5)])
-    later = jnp.triu(jnp.ones((chunk, chunk), met.dtype))
-    return jnp.einsum("ij,bmjhk->bmihk", later, met, precision=lax.Precision.HIGHEST) + jnp.swapaxes(end, 2, 3)
+def documents_of(opens: Array | None, chunk: int) -> Array | None:
+    """How many documents have begun in the chunk so far, `[B, M, Q]`."""
+    return None if opens is None else jnp.cumsum(in_chunks(opens, chunk), axis=-1, dtype=jnp.int32)
 
 
 def by_products(q, k, v, w, a, b, h0, opens) -> tuple[Array, Array]:
@@ -303,8 +308,8 @@ def fused(q, k, v, w, a, b, h0, opens, chunk: int, interpret: bool) -> tuple[Arr
 
 def fused_forward(q, k, v, w, a, b, h0, opens, chunk, interpret):
     given = q, k, v, w, a, b, h0, opens
-    early, late = from_middle(w, chunk)
-    little = jnp.maximum(jnp.max(early[:, :, 0]), -jnp.min(late[:, :, -1])) <= LITTLE
+    halves = in_chunks(w, chunk // 2)
+    little = jnp.min(jnp.sum(halves, axis=2)) >= -LITTLE
 
     def otherwise(*given):
         return *by_products(*given), jnp.zeros((*q.shape[:3], chunk), v.dtype)

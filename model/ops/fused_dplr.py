@@ -27,7 +27,7 @@ from jax.experimental.pallas.triton import dot
 
 from model.ops.decays import STRONGEST, filled, in_chunks
 from model.ops.delta_rule import chunks_in_turn, forgetting
-from model.ops.fused_channels import LITTLE, cuts, rows, same_document, summed
+from model.ops.fused_channels import LITTLE, cuts, from_middle, halves, rows, same_document, summed
 from model.ops.fused_delta import inverse
 from model.ops.fused_state import Refs, fitting, launch, on_each_device, sides, state_seen, tokens_seen
 
@@ -63,21 +63,17 @@ class Scaled(NamedTuple):
 def to_scale(name: str, see: Refs, narrow: Any) -> Array:
     """The logs of what tokens of a name are multiplied by: decays from the chunk's middle, or for writers towards it.
 
-    They are sums, not differences of running ones. b reads the state before its own token's decay.
+    b reads the state before its own token's decay.
     """
-    row, column = sides(see["w"].shape[0])
-    half, after = len(row) // 2, row if name == "b" else row + 1
-    signs = jnp.where((half <= column) & (column < after), 1.0, 0.0)
-    signs -= jnp.where((after <= column) & (column < half), 1.0, 0.0)
-    return summed(signs if name in "qb" else -signs, see["w"][...], narrow)
+    row, _ = sides(see["w"].shape[0])
+    s = from_middle(see["w"][...], row if name == "b" else row + 1, narrow)
+    return s if name in "qb" else -s
 
 
 def scaled_kernel(see: Refs, begins, ends, *made, names: tuple[str, ...]):
     """Scaled tokens, by name, and what scales states, [1, K]."""
-    w = see["w"][...]
-    first = lax.broadcasted_iota(jnp.int32, w.shape, 0) < w.shape[0] // 2
-    for out, half in ((begins, first), (ends, ~first)):
-        out[...] = jnp.exp(jnp.sum(jnp.where(half, w, 0), axis=0))[None, :]
+    for out, half in zip((begins, ends), halves(see["w"][...]), strict=True):
+        out[...] = jnp.exp(half)[None, :]
     for out, name in zip(made, names, strict=True):
         out[...] = (see[name][...] * jnp.exp(to_scale(name, see, out.dtype))).astype(out.dtype)
 

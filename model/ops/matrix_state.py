@@ -62,10 +62,13 @@ def fused(q: Array, k: Array, v: Array, w: Array | None, h0: Array, keep: Array 
     from model.ops.fused_channels import fused_channels  # here: Pallas takes a second to load, and only GPUs need it
     from model.ops.fused_state import fused_state
 
-    run, chunk = (fused_channels, 64) if w is not None and w.ndim == 4 else (fused_state, 128)
+    dtype, channels = v.dtype, w is not None and w.ndim == 4
+    run, chunk = (fused_channels, 64) if channels else (fused_state, 128)
+    if channels and dtype == jnp.float16:  # which has no room for numbers measured from a chunk's middle
+        q, k, v = (leaf.astype(h0.dtype) for leaf in (q, k, v))
     opens, K, side = None if keep is None else ~keep, k.shape[-1], next(n for n in SIDES if n >= k.shape[-1])
     q, k = filled(q, side), filled(k, side)
-    w = filled(w, side) if w is not None and w.ndim == 4 else w
+    w = filled(w, side) if channels else w
     outputs, states = [], []
     for part in parts(v.shape[-1]):
         size = part.stop - part.start
@@ -74,7 +77,7 @@ def fused(q: Array, k: Array, v: Array, w: Array | None, h0: Array, keep: Array 
         y, h = run(q, k, filled(v[..., part], to), w, h, opens, chunk)
         outputs.append(y[..., :size])
         states.append(h[..., :K, :size])
-    return jnp.concatenate(outputs, axis=-1), jnp.concatenate(states, axis=-1)
+    return jnp.concatenate(outputs, axis=-1).astype(dtype), jnp.concatenate(states, axis=-1)
 
 
 def filled(x: Array, size: int) -> Array:

@@ -1,13 +1,15 @@
 """The GPU kernels of linear attention, interpreted, against a loop in float64; and that they lower for a GPU."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
+from model.ops import fused_channels, matrix_state
 from model.ops import fused_delta as delta
-from model.ops.fused_channels import fused_channels
 from model.ops.fused_state import fused_state
 from tests.test_fused_ssd import made_for
 
@@ -19,7 +21,7 @@ def fused(kind, x, opens, chunk, interpret=True):
     if "delta" in kind:
         args = (x["q"], x["k"], x["v"], x["beta"], x.get("a"), x["h0"], opens, chunk)
         return delta.fused_delta(*args, interpret=interpret)
-    run = fused_channels if kind == "channels" else fused_state
+    run = fused_channels.fused_channels if kind == "channels" else fused_state
     return run(x["q"], x["k"], x["v"], x.get("a"), x["h0"], opens, chunk, interpret=interpret)
 
 
@@ -125,6 +127,22 @@ def test_keys_that_are_alike_are_told_apart():
     x["k"] = x["k"][:, :1] + 1e-2 * x["k"]
     x["k"] /= np.linalg.norm(x["k"], axis=-1, keepdims=True)
     assert distance("delta", x | dict(beta=np.ones_like(x["beta"])), chunk=64) < 1e-5
+
+
+def test_half_precision_has_room_for_decays(monkeypatch):
+    """Tokens measured from a chunk's middle are up to e^64 times as large."""
+    monkeypatch.setattr(matrix_state, "lacking", lambda *_: [])
+    monkeypatch.setattr(fused_channels, "fused_channels", partial(fused_channels.fused_channels, interpret=True))
+    x = {
+        name: jnp.asarray(leaf, "float16" if name in "qkv" else "float32") for name, leaf in inputs("plain", 64).items()
+    }
+    w = jnp.full(x["k"].shape, -1.9)
+    found, true = (
+        matrix_state.matrix_state(x["q"], x["k"], x["v"], w, x["h0"], implementation=name)
+        for name in ("fused", "sequential")
+    )
+    assert found[0].dtype == jnp.float16
+    assert np.abs(np.asarray(found[0], float) - true[0]).max() < 2e-2 * np.abs(true[0]).max()
 
 
 @pytest.mark.parametrize(

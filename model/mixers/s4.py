@@ -1,11 +1,12 @@
 """S4: a state space whose matrix is diagonal plus low rank (https://arxiv.org/abs/2111.00396).
 
 `A = Lambda - P P^*`: one P on both sides keeps A stable whatever is learned (https://arxiv.org/abs/2202.09729). A is
-made discrete by the bilinear rule, whose inverses stay diagonal plus low rank; a zero-order hold would need its
-exponential. No form has a matrix of N x N. Sums over modes are over conjugate pairs, so P^* x is a real number.
+made discrete by the bilinear rule, whose inverses stay diagonal plus low rank, and so a step is O(N); a zero-order
+hold would need its exponential. Sums over modes are over conjugate pairs, so P^* x is a real number.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import flax.linen as nn
@@ -14,53 +15,58 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from model import placement
 from model.contract import Context
 from model.mixers.state_space import Continuous, System, check_length, filled, marks, of_channels, paired
 from model.ops.conv import TOKENS
 from model.ops.hippo import legs_modes
 from model.ops.stretches import by_channels
 
-HELD = {"cpu": 2**20, "gpu": 2**24, "tpu": 2**24}  # numbers of the Cauchy matrix, M x D x N, held at once
 CHUNK = 64  # tokens whose states the backward pass holds at once
+
+product = partial(jnp.einsum, precision="highest")
 
 
 def dplr_kernel(Lambda: jax.Array, P: jax.Array, B: jax.Array, C: jax.Array, dt: jax.Array, L: int) -> jax.Array:
     """The convolution kernel `C A^l B` of the discrete system, `[L, D]`; Lambda, P, B, C: [D, N]; dt: [D].
 
-    Its generating function `K(z) = C (1 - A z)^-1 B` is a few sums over modes of `v / (g(z) - Lambda)`, the Cauchy
-    kernel, as the low-rank part is taken out of the inverse by Woodbury's identity. It is read at M points on a circle
-    of radius r < 1, where an inverse Fourier transform finds `r^l (K_l + r^M K_(l+M) + ...)`. With M = 4 L and r^M the
-    rounding error, what wraps around is lost in rounding and r^-l costs little; no power of A need be known, and so
-    the parameters mean the same at any length, unlike a C that has `1 - A^L` in it.
+    With l = i c + j and c about the root of L, it is a product of matrices, of `C A^(i c)` and `A^j B`. Each list is
+    doubled until it is long enough: A^k makes of its k entries the next k. So there are log L matrices of N x N, and
+    what grows with the length is the work of a diagonal A. The paper's way needs no powers, but at every frequency
+    fractions of every mode.
     """
     check_length(L)
-    M, half = 4 * L, dt / 2
-    sigma = -np.log(np.finfo(dt.dtype).eps) / (2 * M)  # r = exp(-2 sigma)
-    pole = half[:, None] * Lambda
-    v = jnp.stack([C * B, C * P, P.conj() * B, P.conj() * P])
-    # v / (x - pole) and its conjugate partner make one fraction with real coefficients: half the work, none complex.
-    above = 2 * jnp.stack([v.real, -(v * pole.conj()).real])
-    below = -2 * pole.real, pole.real**2 + pole.imag**2
+    doublings = (L - 1).bit_length()
+    c = 1 << doublings // 2
+    _, inverse = halves(Lambda, P, dt)
+    near, far = in_parts(inverse(dt[:, None] * B))[:, None], in_parts(2 * C.conj())[:, None]
+    powers = squares(Lambda, P, dt, doublings)
+    for E in powers[: doublings // 2]:
+        near = jnp.concatenate([near, near + product("djn,dnm->djm", near, E)], axis=1)
+    for E in powers[doublings // 2 :]:
+        far = jnp.concatenate([far, far + product("dim,dnm->din", far, E)], axis=1)
+    return product("din,djn->ijd", far[:, : -(-L // c)], near).reshape(-1, len(dt))[:L]
 
-    @jax.checkpoint
-    def generating(phase):
-        # z = exp(-2 (sigma + i phase)), g(z) = (2 / dt) sinh / cosh: no 1 - z near 1, and no 1 + z near -1.
-        cos, sin = jnp.cos(phase), jnp.sin(phase)
-        sinh = lax.complex(np.sinh(sigma) * cos, np.cosh(sigma) * sin)
-        cosh = lax.complex(np.cosh(sigma) * cos, np.sinh(sigma) * sin)
-        d = sinh**2 + below[0] * (sinh * cosh) + below[1] * cosh**2
-        size = d.real**2 + d.imag**2
-        real, imag = (jnp.einsum("ikdn,dn->ikd", above, part / size, precision="highest") for part in (d.real, -d.imag))
-        first, second = lax.complex(real, imag)
-        CB, CP, PB, PP = sinh * first + cosh * second
-        w = half * cosh
-        return half * np.exp(sigma) * lax.complex(cos, sin) * (CB - w * CP * PB / (1 + w * PP))
 
-    phases = jnp.arange(M // 2 + 1).astype(dt.dtype) * (np.pi / M)
-    spectrum = lax.map(generating, phases, batch_size=max(1, HELD[placement.platform()] // pole.size))
-    growth = jnp.exp(2 * sigma * jnp.arange(L).astype(dt.dtype))
-    return jnp.fft.irfft(spectrum, n=M, axis=0)[:L] * growth[:, None]
+def squares(Lambda: jax.Array, P: jax.Array, dt: jax.Array, n: int) -> list[jax.Array]:
+    """`A^k - 1` of the discrete A, for the first n of k = 1, 2, 4, ...: rows times them advance, `[D, N, N]` each.
+
+    The difference from 1 keeps what A itself would round off of modes that are slow beside dt. Of fast ones A is near
+    -1, and so the first square is made of `A - 1 = 2 H R` and `A + 1 = 2 R`, with H the continuous A times dt / 2 and R
+    the inverse of 1 - H.
+    """
+    half_A, inverse = halves(Lambda, P, dt)
+    one = np.eye(Lambda.shape[1])
+    R = inverse(jnp.asarray(np.concatenate([one, 1j * one])[:, None], Lambda.dtype))
+    found = [jnp.swapaxes(in_parts(x), 0, 1) for x in (2 * half_A(R), 4 * half_A(inverse(R)))]
+    while len(found) < n:
+        E = found[-1]
+        found.append(2 * E + product("dnk,dkm->dnm", E, E))
+    return found[:n]
+
+
+def in_parts(x: jax.Array) -> jax.Array:
+    """Real parts, then imaginary ones, along the last axis: a state of N/2 modes as N real numbers."""
+    return jnp.concatenate([x.real, x.imag], axis=-1)
 
 
 def pair_sum(v: jax.Array, x: jax.Array) -> jax.Array:
@@ -96,24 +102,37 @@ def dplr_recurrence(
 
 
 def dplr_step(Lambda: jax.Array, P: jax.Array, B: jax.Array, C: jax.Array, dt: jax.Array) -> Callable:
-    """One token: its state and output from the state before it.
-
-    The bilinear rule is half a step of `x' = A x` forward, the input, and half a step backward.
-    """
-    half = dt[:, None] / 2
-    inverse = 1 / (1 - half * Lambda)
-    # Woodbury: (1 - half A)^-1 v = w - gain inverse P (P^* w), with w = inverse v.
-    gain = half * inverse * P / (1 + half * pair_sum(P.conj(), inverse * P)[:, None])
+    """One token: its state and output from the state before it."""
+    half_A, inverse = halves(Lambda, P, dt)
 
     def step(h, token):
         past = jnp.where(token["opens"][:, None, None], 0, h) if "real" in token else h
-        v = (1 + half * Lambda) * past - half * P * pair_sum(P.conj(), past)[..., None]
-        w = inverse * (v + dt[:, None] * B * token["u"][..., None])
-        new = w - gain * pair_sum(P.conj(), w)[..., None]
+        new = inverse(past + half_A(past) + dt[:, None] * B * token["u"][..., None])
         new = jnp.where(token["real"][:, None, None], new, h) if "real" in token else new
         return new, pair_sum(C, new)
 
     return step
+
+
+def halves(Lambda: jax.Array, P: jax.Array, dt: jax.Array) -> tuple[Callable, Callable]:
+    """`x -> dt A x / 2` and `x -> (1 - dt A / 2)^-1 x`, `[..., D, N]`, in O(N).
+
+    The bilinear rule is half a step of `x' = A x` forward, the input, and half a step backward.
+    """
+    half = dt[:, None] / 2
+    poles, low_rank = half * Lambda, half * P
+    diagonal = 1 / (1 - poles)
+    # Woodbury: (1 - half A)^-1 v = w - gain P^* w, with w = diagonal v.
+    gain = diagonal * low_rank / (1 + pair_sum(P.conj(), diagonal * low_rank)[:, None])
+
+    def half_A(x):
+        return poles * x - low_rank * pair_sum(P.conj(), x)[..., None]
+
+    def inverse(v):
+        w = diagonal * v
+        return w - gain * pair_sum(P.conj(), w)[..., None]
+
+    return half_A, inverse
 
 
 def chunked(step: Any, h: jax.Array, tokens: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:

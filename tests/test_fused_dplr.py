@@ -74,7 +74,7 @@ def kernels_alone(monkeypatch):
     def wrong(q, k, v, w, a, b, h0, opens):
         return jnp.full_like(v, jnp.nan), jnp.full_like(h0, jnp.nan)
 
-    monkeypatch.setattr(kernels, "by_products", wrong)
+    monkeypatch.setattr(op, "by_products", wrong)
 
 
 @pytest.mark.usefixtures("kernels_alone")

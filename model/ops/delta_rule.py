@@ -235,8 +235,15 @@ def fused_general(
     q, v = tokens["q"], tokens["v"]
     v = v.astype(h0.dtype) if v.dtype == jnp.float16 else v  # which has no room for numbers measured from a middle
     opens = None if keep is None else ~keep
-    y, h = fused_dplr(q, k, v, jnp.broadcast_to(w, q.shape), a, b, h0, opens, chunk, interpret)
+    y, h = fused_dplr(q, k, v, jnp.broadcast_to(w, q.shape), a, b, h0, opens, by_products, chunk, interpret)
     return y.astype(h0.dtype), h
+
+
+def by_products(q, k, v, w, a, b, h0, opens) -> tuple[Array, Array]:
+    """Outputs and the last state, whatever the decays; without k, values are written along a."""
+    tokens = dict(q=q, k=a if k is None else k, v=v, w=w, a=a, b=b)
+    y, h = chunks_in_turn(forgetting(tokens, None if opens is None else ~opens, h0.dtype), h0)
+    return y.astype(v.dtype), h
 
 
 def general(tokens: Tokens) -> bool:

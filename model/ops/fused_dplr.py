@@ -11,7 +11,7 @@ decays any more; in a chunk that begins with h the tokens then find u = T (b h +
 with N = b a^T and P = b k^T below their diagonals, R = q a^T and S = q k^T with them; with no k, P is the identity and
 S nothing. `solved` finds T, T b and T P v in every chunk; `states` goes over the chunks, for a few columns of the state
 a program. Gradients of states run through the same kernel from the end, with E = T^T du for u. All that needs chunks
-that decay little: a call with any other is left to model.ops.delta_rule's products, which take any decay. Letters as in
+that decay little: a call with any other is left to products that take any decay. Letters as in
 model/ops/fused_state.py.
 """
 
@@ -26,7 +26,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas.triton import dot
 
 from model.ops.decays import STRONGEST, filled, in_chunks
-from model.ops.delta_rule import chunks_in_turn, forgetting
 from model.ops.fused_channels import LITTLE, cuts, from_middle, halves, rows, same_document, summed
 from model.ops.fused_delta import inverse
 from model.ops.fused_state import Refs, fitting, launch, on_each_device, sides, state_seen, tokens_seen
@@ -289,40 +288,32 @@ def documents_of(opens: Array | None, chunk: int) -> Array | None:
     return None if opens is None else jnp.cumsum(in_chunks(opens, chunk), axis=-1, dtype=jnp.int32)
 
 
-def by_products(q, k, v, w, a, b, h0, opens) -> tuple[Array, Array]:
-    """Outputs and the last state, whatever the decays."""
-    tokens = dict(q=q, k=a if k is None else k, v=v, w=w, a=a, b=b)
-    y, h = chunks_in_turn(forgetting(tokens, None if opens is None else ~opens, h0.dtype), h0)
-    return y.astype(v.dtype), h
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(8, 9))
-def fused(q, k, v, w, a, b, h0, opens, chunk: int, interpret: bool) -> tuple[Array, Array]:
+@partial(jax.custom_vjp, nondiff_argnums=(8, 9, 10))
+def fused(q, k, v, w, a, b, h0, opens, otherwise: Callable, chunk: int, interpret: bool) -> tuple[Array, Array]:
     """As `fused_dplr`, for whole chunks."""
-    return fused_forward(q, k, v, w, a, b, h0, opens, chunk, interpret)[0]
+    return fused_forward(q, k, v, w, a, b, h0, opens, otherwise, chunk, interpret)[0]
 
 
-def fused_forward(q, k, v, w, a, b, h0, opens, chunk, interpret):
+def fused_forward(q, k, v, w, a, b, h0, opens, otherwise, chunk, interpret):
     given = q, k, v, w, a, b, h0, opens
-    halves = in_chunks(w, chunk // 2)
-    little = jnp.min(jnp.sum(halves, axis=2)) >= -LITTLE
+    little = jnp.min(jnp.sum(in_chunks(w, chunk // 2), axis=2)) >= -LITTLE
 
-    def otherwise(*given):
-        return *by_products(*given), jnp.zeros((*q.shape[:3], chunk), v.dtype)
+    def instead(*given):
+        return *otherwise(*given), jnp.zeros((*q.shape[:3], chunk), v.dtype)
 
-    y, h, T = lax.cond(little, partial(by_kernels, chunk=chunk, interpret=interpret), otherwise, *given)
+    y, h, T = lax.cond(little, partial(by_kernels, chunk=chunk, interpret=interpret), instead, *given)
     return (y, h), (given, T, little)
 
 
-def fused_backward(chunk, interpret, saved, g):
+def fused_backward(otherwise, chunk, interpret, saved, g):
     given, T, little = saved
 
-    def otherwise(*given):
+    def instead(*given):
         *given, opens, _, dy, dh = given
-        return jax.vjp(lambda *given: by_products(*given, opens), *given)[1]((dy, dh))
+        return jax.vjp(lambda *given: otherwise(*given, opens), *given)[1]((dy, dh))
 
     kernels = partial(back_by_kernels, chunk=chunk, interpret=interpret)
-    return *lax.cond(little, kernels, otherwise, *given, T, *g), None
+    return *lax.cond(little, kernels, instead, *given, T, *g), None
 
 
 fused.defvjp(fused_forward, fused_backward)
@@ -337,6 +328,7 @@ def fused_dplr(
     b: Array,
     h0: Array,
     opens: Array | None,
+    otherwise: Callable,
     chunk: int,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
@@ -344,7 +336,8 @@ def fused_dplr(
 
     q, k, a, b: [B, L, H, K], k perhaps None: v is then written along a; v: [B, L, H, V], bfloat16 or float32;
     w: [B, L, H, K], log decays, not positive, wide; h0: [B, H, K, V], wide; opens: [B, L], true where the past is
-    forgotten. K, V: 16, 32, 64 or 128; chunk: 16 to 64.
+    forgotten; otherwise: what finds both of q to opens where a chunk decays strongly. K, V: 16, 32, 64 or 128;
+    chunk: 16 to 64.
     """
     B, L, H = q.shape[:3]
     chunk = fitting(chunk, q.astype(v.dtype), v)
@@ -353,6 +346,7 @@ def fused_dplr(
     # Filled up with tokens of zero and decays of none, which leave a state as it was.
     tokens = [None if leaf is None else filled(leaf, chunk) for leaf in (q, k, v, w, a, b)]
     opens = None if opens is None else filled(opens, chunk)
-    run = on_each_device(partial(fused, chunk=chunk, interpret=interpret), B, H, tokens=6, states=1)
+    fixed = dict(otherwise=otherwise, chunk=chunk, interpret=interpret)
+    run = on_each_device(partial(fused, **fixed), B, H, tokens=6, states=1)
     y, h = run(*tokens, h0, opens)
     return y[:, :L], h

@@ -11,7 +11,7 @@ from model.contract import Context
 from model.layers import check_divides
 from model.mixers.mamba import inverse_softplus_dt
 from model.mixers.s4d import INITS, starting_modes
-from model.mixers.state_space import StateSpace, System, marks, paired
+from model.mixers.state_space import StateSpace, System, boundaries, paired
 from model.ops.fused import needs_unmet, refuse
 from model.ops.scan import IMPLEMENTATIONS as SCANS
 from model.ops.scan import diagonal_scan
@@ -41,7 +41,7 @@ def b2s6_recurrence(
     """
     rows, L, D = u.shape
     h0 = h0.reshape(rows, *w.shape, -1)
-    inputs = dict(x=u.reshape(rows, L, *w.shape)) | marks(ctx)
+    inputs = dict(x=u.reshape(rows, L, *w.shape)) | boundaries(ctx)
     shared = (w, b, A, B_weight / A, B_bias / A, C)
     if implementation is None and L > 1 and not kernels_lack(u, A):
         implementation = "fused"

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from model.contract import Context
-from model.mixers.state_space import Continuous, System, check_length, filled, marks, of_channels, paired
+from model.mixers.state_space import Continuous, System, boundaries, check_length, filled, of_channels, paired
 from model.ops.conv import TOKENS
 from model.ops.hippo import legs_modes
 from model.ops.stretches import by_channels
@@ -88,7 +88,7 @@ def dplr_recurrence(
     """The same map token by token, `[B, L, D]`, and the last state; O(N) a step."""
     if implementation is None:
         implementation = "chunked" if u.shape[1] > CHUNK else "sequential"
-    marked, modes = marks(ctx), ("inner", None)
+    marked, modes = boundaries(ctx), ("inner", None)
 
     def run(u, h0, Lambda, P, B, C, dt, *rows):
         tokens = dict(u=u) | dict(zip(marked, rows, strict=True))

@@ -109,10 +109,10 @@ def diagonal_recurrence(
     def contract(h, x, A, B, C):
         return read(h, C)
 
-    return diagonal_scan(expand, contract, h0, dict(u=u) | marks(ctx), (A, B, C), implementation=implementation)
+    return diagonal_scan(expand, contract, h0, dict(u=u) | boundaries(ctx), (A, B, C), implementation=implementation)
 
 
-def marks(ctx: Context) -> dict[str, Array]:
+def boundaries(ctx: Context) -> dict[str, Array]:
     """What a recurrence must know of documents, `[B, L]` each; nothing where there is one a row."""
     if ctx.segments is None:
         return {}

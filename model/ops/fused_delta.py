@@ -24,6 +24,7 @@ from model.ops.fused_channels import meeting
 from model.ops.fused_state import (
     Past,
     Refs,
+    by_chunk,
     decays_got,
     fitting,
     launch,
@@ -42,12 +43,11 @@ Array = jax.Array
 
 PROGRAMS = 128  # enough to fill a large GPU
 TILE = 16  # values of a state's rows that one program carries
-PARAMS = {  # warps and stages by kernel
-    "solved": (4, 1),
-    "states": (4, 2),
-    "pulled": (4, 1),
-    "keys": (4, 1),
-}
+
+
+def in_turn(dtype: Any) -> tuple[int, int]:
+    """Warps and stages of a kernel that goes from chunk to chunk: wide numbers take twice the room on the chip."""
+    return 4, max(1, 4 // jnp.dtype(dtype).itemsize)
 
 
 def inverse(A: Array, exact: Any) -> Array:
@@ -93,7 +93,7 @@ def solved(k: Array, v: Array, beta: Array, past: Past, T: Array | None, chunk: 
     given = dict(k=(k, key), v=(v, value), T=(T, square), beta=(beta, past_seen(chunk).whole), **named(past, chunk))
     made = [(k.shape, key), (v.shape, value)] + ([((B, L, H, chunk), square)] if T is None else [])
     made = [(jax.ShapeDtypeStruct(shape, k.dtype), block) for shape, block in made]
-    return launch(solved_kernel, "delta_solved", (H, L // chunk, B), given, made, PARAMS["solved"], interpret)
+    return launch(solved_kernel, "delta_solved", (H, L // chunk, B), given, made, by_chunk(chunk), interpret)
 
 
 def states_kernel(see: Refs, *out, chunk: int, reverse: bool):
@@ -155,9 +155,7 @@ def states(given: dict[str, Array | None], past: Past, start: Array, chunk: int,
         made.insert(0, (jax.ShapeDtypeStruct((B, L, H, V), dtype), value))
         made.insert(0, (jax.ShapeDtypeStruct((B, L // chunk, H, K, V), dtype), before))
     kernel = partial(states_kernel, chunk=chunk, reverse=reverse)
-    warps, stages = PARAMS["states"]
-    params = warps, max(1, 2 * stages // jnp.dtype(dtype).itemsize)  # wide numbers take twice the room on the chip
-    return launch(kernel, "delta_states", (H, V // R, B * S), seen, made, params, interpret)
+    return launch(kernel, "delta_states", (H, V // R, B * S), seen, made, in_turn(dtype), interpret)
 
 
 def segments(rows: int, chunks: int) -> int:
@@ -210,7 +208,7 @@ def pulled(q: Array, k: Array, dy: Array, past: Past, chunk: int, interpret: boo
     key, value = tokens_seen(chunk, K), tokens_seen(chunk, V)
     given = dict(q=(q, key), k=(k, key), dy=(dy, value), **named(past, chunk))
     made = [(jax.ShapeDtypeStruct(dy.shape, dy.dtype), value)]
-    return launch(pulled_kernel, "delta_pulled", (H, L // chunk, B), given, made, PARAMS["pulled"], interpret)[0]
+    return launch(pulled_kernel, "delta_pulled", (H, L // chunk, B), given, made, by_chunk(chunk), interpret)[0]
 
 
 def keys_kernel(see: Refs, dk_all, dv, d_beta, *d_past):
@@ -251,7 +249,7 @@ def keys(k, v, beta, T, u, du, before, dk, past: Past, chunk: int, interpret: bo
     given |= dict(before=(before, state_seen(K, V)), dk=(dk, key), **named(past, chunk))
     made = [(k, key), (v, value), (beta, token)] + ([] if past.whole is None else [(beta, token)] * 2)
     made = [(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), block) for leaf, block in made]
-    return launch(keys_kernel, "delta_keys", (H, L // chunk, B), given, made, PARAMS["keys"], interpret)
+    return launch(keys_kernel, "delta_keys", (H, L // chunk, B), given, made, by_chunk(chunk), interpret)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(7, 8))

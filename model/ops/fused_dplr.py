@@ -27,21 +27,12 @@ from jax.experimental.pallas.triton import dot
 
 from model.ops.decays import STRONGEST, filled, in_chunks
 from model.ops.fused_channels import LITTLE, cuts, from_middle, halves, rows, same_document, summed
-from model.ops.fused_delta import inverse
-from model.ops.fused_state import Refs, fitting, launch, on_each_device, sides, state_seen, tokens_seen
+from model.ops.fused_delta import in_turn, inverse
+from model.ops.fused_state import Refs, by_chunk, fitting, launch, on_each_device, sides, state_seen, tokens_seen
 
 Array = jax.Array
 
 TILE = 16  # values of a state's rows that one program carries
-PARAMS = {  # warps and stages by kernel
-    "scaled": (4, 1),
-    "solved": (4, 1),
-    "states": (4, 2),
-    "outputs": (4, 1),
-    "pulled": (4, 1),
-    "readers": (4, 1),
-    "writers": (4, 1),
-}
 
 
 class Scaled(NamedTuple):
@@ -167,7 +158,7 @@ def on_chunks(name: str, kernel: Callable, given: dict, made: list, documents, c
     given = {name: (leaf, seen(leaf)) for name, leaf in given.items() if leaf is not None}
     given |= cuts(documents, chunk)
     made = [(shape, seen(shape)) for shape in made]
-    return launch(kernel, f"dplr_{name}", (H, L // chunk, B), given, made, PARAMS[name], interpret)
+    return launch(kernel, f"dplr_{name}", (H, L // chunk, B), given, made, by_chunk(chunk), interpret)
 
 
 def states_kernel(see: Refs, every, found, end, *, chunk: int, reverse: bool):
@@ -225,9 +216,7 @@ def states(given: dict[str, Array], begins, ends, start, reverse: bool, document
     made = [((B, M, H, K, V), dtype, every), ((B, L, H, V), dtype, value), (start.shape, start.dtype, one)]
     made = [(jax.ShapeDtypeStruct(shape, dtype), block) for shape, dtype, block in made]
     kernel = partial(states_kernel, chunk=chunk, reverse=reverse)
-    warps, stages = PARAMS["states"]
-    params = warps, max(1, 2 * stages // jnp.dtype(dtype).itemsize)  # wide numbers take twice the room on the chip
-    return launch(kernel, "dplr_states", (H, V // R, B), seen, made, params, interpret)
+    return launch(kernel, "dplr_states", (H, V // R, B), seen, made, in_turn(dtype), interpret)
 
 
 def shape_of(x: Array, dtype: Any = None) -> jax.ShapeDtypeStruct:

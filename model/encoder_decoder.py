@@ -80,7 +80,7 @@ class EncoderDecoder(nn.Module):
         past = None if state is None else state["decoder" if has_read else "unread"]
         x, past = decoder(embedded(tokens), segments, past, memory, source_segments, train, right_padded)
         found = head(x, HeadContext(segments, None if at is None else jnp.maximum(at, 0), embed), targets)
-        return only_asked(found, at), None if state is None else dict(decoder=past)
+        return only_asked(found, at, targets), None if state is None else dict(decoder=past)
 
     def sides(self) -> tuple[Backbone, Backbone]:
         """Encoder and decoder, unbound: good for questions that need no parameters."""

@@ -229,7 +229,7 @@ class Seq2Seq(nn.Module):
             x = at_places(x, jnp.maximum(at, 0))
         x = dense((self.width, 2), ("embed", "mlp", None), self.dtype, "readout")(x).max(-1)
         unembed = Unembed(self.vocab_size, self.width, self.dtype, name="unembed")
-        return only_asked(over_vocabulary(x, unembed, None, Readout(), targets), at)
+        return only_asked(over_vocabulary(x, unembed, None, Readout(), targets), at, targets)
 
     def limit(self) -> None:
         """None: its target goes on for ever."""

@@ -9,7 +9,7 @@ from flax import struct
 
 from model.errors import UserError
 from model.heads import Answers
-from model.ops.cross_entropy import Scores
+from model.ops.cross_entropy import Scores, Targets
 
 
 @struct.dataclass
@@ -55,10 +55,12 @@ def boundary(segments: jax.Array, T: int) -> tuple[jax.Array, jax.Array]:
     return jnp.where(index < begin[:, None], segments, 0)[:, : L - T], begin
 
 
-def only_asked(found: Answers, at: jax.Array | None) -> Answers:
+def only_asked(found: Answers, at: jax.Array | None, targets: Targets | None) -> Answers:
     """Logits or scores, with no number where a place `[B, Q]` that is asked for lies before the target."""
     if at is None:
         return found
     if isinstance(found, Scores):
-        return Scores(jnp.where(at >= 0, found.loss, jnp.nan), found.hits & (at >= 0))
+        loss = jnp.where(at >= 0, found.loss, jnp.nan)
+        total = jnp.where(jnp.isnan(targets.summed(loss)), jnp.nan, found.total)
+        return Scores(loss, found.hits & (at >= 0), total)
     return jnp.where(at[..., None] >= 0, found, jnp.nan)

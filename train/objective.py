@@ -20,7 +20,7 @@ from model.asked import ARGUMENTS, Asked
 from model.build import Model
 from model.errors import UserError
 from model.heads import Answers
-from model.ops.cross_entropy import Targets
+from model.ops.cross_entropy import Scores, Targets
 from model.settings import at_least, below, check_fields
 from train import corruption
 
@@ -107,7 +107,8 @@ class Objective:
         found, reports, running = answers(model, params, batch, rng, targets)
         loss, hits, weights = self.judge(found, batch)
         loss, hits, count = loss * weights, hits * weights, weights.sum()
-        sums = {"loss": (loss.sum(), count), "accuracy": (hits.sum(), count)}
+        total = found.total if isinstance(found, Scores) else loss.sum()
+        sums = {"loss": (total, count), "accuracy": (hits.sum(), count)}
         sums |= {name: (value * count, count) for name, value in reports.items()}
         sums |= {"running": running} if running else {}
         if rng is None:
@@ -120,7 +121,7 @@ class Objective:
 
     def targets(self, batch: Batch, smoothing: float) -> Targets | None:
         """The right answers, of which the model tells the scores; None: it is asked for its answers themselves."""
-        return Targets(batch["targets"], smoothing)
+        return Targets(batch["targets"], smoothing, batch["weights"])
 
     def judge(self, found: Answers, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Of each target the loss, whether the model's answer hits it, and how much it counts."""

@@ -1,19 +1,19 @@
 """What an answer costs: -log p of its target, and whether it is right.
 
 Over a vocabulary the logits of a batch are by far its largest array. Where they would be too many they are made a chunk
-of tokens at a time, from the vectors and the table, and made anew in the backward pass; each device has its own tokens
-and its own part of the vocabulary, and the parts of a sum meet once.
+of tokens at a time, from the vectors and the table, and none is made twice: what is minimised is a sum of losses by
+weights that are known, so a chunk's part of the gradients is found while its logits are at hand. Each device has its
+own tokens and its own part of the vocabulary, and the parts of a sum meet once.
 
 Shape letters besides those of the contract: T tokens of a chunk.
 """
 
 import math
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import struct
 from jax import lax
@@ -28,17 +28,26 @@ ROOM = 2**26  # logits that one device makes at a time; with no more of them in 
 
 @struct.dataclass
 class Targets:
-    """The right answers, by number, and the share of each that is spread over all answers."""
+    """The right answers, by number, the share of each that is spread over all answers, and how much each counts."""
 
     ids: jax.Array  # of the shape of what is asked: [B, L], [B, Q] or [B]
     smoothing: float = struct.field(pytree_node=False, default=0.0)  # https://arxiv.org/abs/1512.00567
+    weights: jax.Array | None = None  # of that shape too; None: each counts 1
+
+    def summed(self, loss: jax.Array) -> jax.Array:
+        """Over all answers by their weights; the loss of one that does not count may be no number."""
+        if self.weights is None:
+            return loss.sum()
+        weights = lax.stop_gradient(self.weights)
+        return (jnp.where(weights > 0, loss, 0) * weights).sum()
 
 
 class Scores(NamedTuple):
-    """Of each answer."""
+    """Of each answer, and of all of them."""
 
-    loss: jax.Array  # -log p of its target; of a smoothed one, in part the mean over all answers
+    loss: jax.Array  # -log p of its target, without gradient; of a smoothed one, in part the mean over all answers
     hits: jax.Array  # bool, whether the target is the likeliest
+    total: jax.Array  # the losses by their weights, added up: what has a gradient
 
 
 class Readout(NamedTuple):
@@ -56,7 +65,7 @@ class Readout(NamedTuple):
 def scores(logits: jax.Array, targets: Targets) -> Scores:
     """Of answers whose logits `[..., V]` are there."""
     loss = cross_entropy(logits, targets.ids, targets.smoothing)
-    return Scores(loss, jnp.argmax(logits, -1) == targets.ids)
+    return Scores(lax.stop_gradient(loss), jnp.argmax(logits, -1) == targets.ids, targets.summed(loss))
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float = 0.0) -> jax.Array:
@@ -81,7 +90,8 @@ def vocabulary_scores(
     n = math.ceil(math.prod(here) / room)
     if n <= 1:
         return scores(vocabulary_logits(x, table, bias, readout), targets)
-    return Scores(*in_chunks(Chunks(n, readout, targets.smoothing), x, table, bias, targets.ids))
+    weights = jnp.ones(targets.ids.shape, wide(x.dtype)) if targets.weights is None else targets.weights
+    return Scores(*in_chunks(Chunks(n, readout, targets.smoothing), x, table, bias, targets.ids, weights))
 
 
 class Chunks(NamedTuple):
@@ -115,95 +125,106 @@ class Places(NamedTuple):
     def of_table(self) -> P:
         return P(self.vocab or None)
 
+    @property
+    def of_read(self) -> tuple[P, ...]:
+        """Of vectors, table, bias and ids."""
+        return self.of_ids, self.of_table, self.of_table, self.of_ids
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def in_chunks(
-    how: Chunks, x: jax.Array, table: jax.Array, bias: jax.Array | None, ids: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return forward(how, x, table, bias, ids)[0]
-
-
-def forward(how, x, table, bias, ids):
+    how: Chunks, x: jax.Array, table: jax.Array, bias: jax.Array | None, ids: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Losses, hits and the sum of losses by their weights; gradients are of this sum alone."""
     at = Places.of(x, table)
-    run = placement.on_each_device(
-        partial(read, how, at, len(table)), (at.of_ids, at.of_table, at.of_table, at.of_ids), at.of_ids
-    )
-    loss, hits, lse = run(x, table.astype(x.dtype), bias, ids)
-    return (loss, hits), (x, table, bias, ids, lse)
+    run = placement.on_each_device(partial(read, how, at, len(table)), at.of_read, at.of_ids)
+    loss, hits = run(x, table.astype(x.dtype), bias, ids)
+    return loss, hits, Targets(ids, weights=weights).summed(loss)
 
 
-def backward(how, saved, g):
-    x, table, bias, ids, lse = saved
+def forward(how, x, table, bias, ids, weights):
     at = Places.of(x, table)
     run = placement.on_each_device(
         partial(learn, how, at, len(table)),
-        (at.of_ids, at.of_table, at.of_table, at.of_ids, at.of_ids, at.of_ids),
-        (at.of_ids, P(at.vocab or None, at.embed or None), at.of_table),
+        (*at.of_read, at.of_ids),
+        (at.of_ids, at.of_ids, at.of_ids, P(at.vocab or None, at.embed or None), at.of_table),
     )
-    d_x, d_table, d_bias = run(x, table.astype(x.dtype), bias, ids, lse, g[0])
-    return d_x, d_table, d_bias, np.zeros(ids.shape, jax.dtypes.float0)
+    loss, hits, *gradients = run(x, table.astype(x.dtype), bias, ids, weights)
+    return (loss, hits, Targets(ids, weights=weights).summed(loss)), gradients
+
+
+def backward(how, gradients, g):
+    *_, of_total = g
+    return *jax.tree.map(lambda leaf: (of_total * leaf).astype(leaf.dtype), gradients), None, None
 
 
 in_chunks.defvjp(forward, backward)
 
 
 def read(how: Chunks, at: Places, V: int, x, table, bias, ids):
-    """Loss, hit and log-sum-exp of a device's tokens; the table is that of its part of the vocabulary."""
+    """Loss and hit of a device's tokens; the table is that of its part of the vocabulary."""
 
     def chunk(_, tokens):
         x, ids = tokens
         z = how.readout(einsum("td,vd->tv", x, table, wide(x.dtype)), bias)
-        own = z.max(-1)
-        top = lax.pmax(own, at.vocab)
-        lse = top + jnp.log(lax.psum(jnp.exp(z - top[:, None]).sum(-1), at.vocab))
-        here = ids - offset(at, table)
-        found = jnp.take_along_axis(z, jnp.clip(here, 0, len(table) - 1)[:, None], axis=-1)[:, 0]
-        of_target = lax.psum(jnp.where((here >= 0) & (here < len(table)), found, 0), at.vocab)
-        loss = lse - (1 - how.smoothing) * of_target
-        if how.smoothing:
-            loss -= how.smoothing * lax.psum(z.sum(-1), at.vocab) / V
-        first = lax.pmin(jnp.where(own == top, jnp.argmax(z, -1) + offset(at, table), V), at.vocab)
-        return None, (loss, first == ids, lse)
+        return None, judged(how, at, V, z, ids)[:2]
 
     _, found = lax.scan(chunk, None, (cut(x, how.n, 1), cut(ids, how.n)))
     return jax.tree.map(lambda array: joined(array, ids.shape), found)
 
 
-def learn(how: Chunks, at: Places, V: int, x, table, bias, ids, lse, g):
-    """Gradients, by the chunks' logits made anew; those of table and bias are added up wide."""
+def learn(how: Chunks, at: Places, V: int, x, table, bias, ids, weights):
+    """As `read`, and gradients of the weighed sum of losses; those of table and bias are added up wide."""
 
     def chunk(sums, tokens):
-        x, ids, lse, g = tokens
+        x, ids, weights = tokens
         z, pull = jax.vjp(how.readout, einsum("td,vd->tv", x, table, wide(x.dtype)), bias)
-        here = jnp.arange(len(table)) + offset(at, table)
+        loss, hits, lse = judged(how, at, V, z, ids)
+        here = jnp.arange(len(table)) + offset(at, len(table))
         wanted = jnp.where(here == ids[:, None], 1 - how.smoothing, 0) + how.smoothing / V
-        d_products, d_bias = pull((g[:, None] * (jnp.exp(z - lse[:, None]) - wanted)).astype(z.dtype))
+        d_products, d_bias = pull((weights[:, None] * (jnp.exp(z - lse[:, None]) - wanted)).astype(z.dtype))
         d_products = d_products.astype(x.dtype)
         d_x = lax.psum(einsum("tv,vd->td", d_products, table, wide(x.dtype)), at.vocab).astype(x.dtype)
         d_table = einsum("tv,td->vd", d_products, x, wide(x.dtype))
-        return jax.tree.map(jnp.add, sums, (d_table, d_bias)), d_x
+        return jax.tree.map(jnp.add, sums, (d_table, d_bias)), (loss, hits, d_x)
 
     zeros = jnp.zeros(table.shape, wide(x.dtype)), jax.tree.map(jnp.zeros_like, bias)
-    # What fills the last chunk up has weight 0, and no exponential that could be infinite.
-    tokens = cut(x, how.n, 1), cut(ids, how.n), cut(lse, how.n, fill=jnp.inf), cut(g, how.n)
-    (d_table, d_bias), d_x = lax.scan(chunk, zeros, tokens)
+    # What fills the last chunk up has weight 0.
+    (d_table, d_bias), found = lax.scan(chunk, zeros, (cut(x, how.n, 1), cut(ids, how.n), cut(weights, how.n)))
     d_table = lax.psum(d_table, tuple(axis for axis in at.tokens if axis not in at.embed))
     if at.embed:
         d_table = lax.psum_scatter(d_table, at.embed, scatter_dimension=1, tiled=True)
-    return joined(d_x, x.shape), d_table, lax.psum(d_bias, at.tokens)
+    found = (joined(array, shape) for array, shape in zip(found, (ids.shape, ids.shape, x.shape), strict=True))
+    return *found, d_table, lax.psum(d_bias, at.tokens)
 
 
-def offset(at: Places, table: jax.Array) -> jax.Array | int:
-    """The number of the first of this device's answers."""
-    return lax.axis_index(at.vocab) * len(table) if at.vocab else 0
+def judged(how: Chunks, at: Places, V: int, z: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Loss, hit and log-sum-exp `[T]` of a device's part of the logits `[T, V]`."""
+    size = z.shape[-1]
+    own = z.max(-1)
+    top = lax.pmax(own, at.vocab)
+    lse = top + jnp.log(lax.psum(jnp.exp(z - top[:, None]).sum(-1), at.vocab))
+    here = ids - offset(at, size)
+    found = jnp.take_along_axis(z, jnp.clip(here, 0, size - 1)[:, None], axis=-1)[:, 0]
+    of_target = lax.psum(jnp.where((here >= 0) & (here < size), found, 0), at.vocab)
+    loss = lse - (1 - how.smoothing) * of_target
+    if how.smoothing:
+        loss -= how.smoothing * lax.psum(z.sum(-1), at.vocab) / V
+    first = lax.pmin(jnp.where(own == top, jnp.argmax(z, -1) + offset(at, size), V), at.vocab)
+    return loss, first == ids, lse
 
 
-def cut(array: jax.Array, n: int, features: int = 0, fill: Any = 0) -> jax.Array:
+def offset(at: Places, size: int) -> jax.Array | int:
+    """The number of the first of this device's answers, of which there are `size`."""
+    return lax.axis_index(at.vocab) * size if at.vocab else 0
+
+
+def cut(array: jax.Array, n: int, features: int = 0) -> jax.Array:
     """`[n, T, ...]` of an array of tokens, whose last axes are features; what is over is filled up."""
     flat = array.reshape(-1, *array.shape[array.ndim - features :])
     T = math.ceil(len(flat) / n)
     padding = ((0, n * T - len(flat)), *((0, 0),) * features)
-    return jnp.pad(flat, padding, constant_values=fill).reshape(n, T, *flat.shape[1:])
+    return jnp.pad(flat, padding).reshape(n, T, *flat.shape[1:])
 
 
 def joined(chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -179,5 +179,6 @@ def test_kernels_lower_for_a_gpu(kind, dtype):
 
     with made_for("NVIDIA H200"):
         text = jax.jit(pulled).trace(x, documents(200)).lower(lowering_platforms=("cuda",)).as_text()
-    made = "scaled solved states outputs pulled readers writers"
-    assert all(f'name = "dplr_{name}' in text for name in made.split())
+    made = ["scaled", "solved", "states", "outputs", "pulled"]
+    made += [f"gradient_{name}" for name in ("qab" if kind == "kda" else "qabkv")]
+    assert all(f'name = "dplr_{name}"' in text for name in made)

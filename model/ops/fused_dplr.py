@@ -33,6 +33,9 @@ from model.ops.fused_state import Refs, by_chunk, fitting, launch, on_each_devic
 Array = jax.Array
 
 TILE = 16  # values of a state's rows that one program carries
+# What is beside a name in what tokens add to states, a u^T + k v^T, and to their gradients, q dy^T + b e^T.
+BESIDE = dict(a="u", k="v", q="dy", b="e")
+READ = ("q", "dy", "b", "e")  # of the state before; the others write, and see the gradient of the later state
 
 
 class Scaled(NamedTuple):
@@ -50,14 +53,16 @@ class Scaled(NamedTuple):
 # Kernels of one head of one chunk. q, k, a, b, w: [Q, K]; v, y, dy, u, e: [Q, V]; T: [Q, Q]; before, after: [K, V].
 
 
-def to_scale(name: str, see: Refs, narrow: Any) -> Array:
-    """The logs of what tokens of a name are multiplied by: decays from the chunk's middle, or for writers towards it.
+def with_own(name: str) -> int:
+    """1 where tokens of a name are scaled by their own decay too, else 0: b reads the state before that."""
+    return 0 if name == "b" else 1
 
-    b reads the state before its own token's decay.
-    """
+
+def to_scale(name: str, see: Refs, narrow: Any) -> Array:
+    """The logs of what tokens of a name are multiplied by: decays from the chunk's middle, or towards it."""
     row, _ = sides(see["w"].shape[0])
-    s = from_middle(see["w"][...], row if name == "b" else row + 1, narrow)
-    return s if name in "qb" else -s
+    s = from_middle(see["w"][...], row + with_own(name), narrow)
+    return s if name in READ else -s
 
 
 def scaled_kernel(see: Refs, begins, ends, *made, names: tuple[str, ...]):
@@ -77,6 +82,23 @@ def product(see: Refs, reader: str, written: str) -> Array:
     return jnp.where(seen, met, 0).astype(see[reader].dtype)
 
 
+def of_state(see: Refs, name: str) -> Array:
+    """What tokens read of the state before the chunk; or, of the later state's gradient, what they write gets."""
+    state, seen = ("before", "first") if name in READ else ("after", "last")
+    return rows(dot(see[name][...], see[state][...], trans_b=name not in BESIDE), see, seen)
+
+
+def of_tokens(see: Refs, name: str) -> Array:
+    """Likewise, of the tokens of the chunk: what is beside the names that they meet."""
+    reads, got = name in READ, 0
+    for pair in BESIDE.items():
+        met, beside = pair if name in BESIDE else pair[::-1]
+        if met in see and (met in READ) != reads:
+            weights = product(see, name, met) if reads else product(see, met, name)
+            got += dot(weights, see[beside][...], trans_a=not reads)
+    return got
+
+
 def solved_kernel(see: Refs, W, own, *found):
     """T b of tokens that see the state before, T P v, and T, unless it is given."""
     b, v = see["b"][...], see["v"][...]
@@ -94,11 +116,9 @@ def solved_kernel(see: Refs, W, own, *found):
     own[...] = dot(T, v).astype(own.dtype)
 
 
-def outputs_kernel(see: Refs, y):
-    y_now = rows(dot(see["q"][...], see["before"][...]), see, "first") + dot(product(see, "q", "a"), see["u"][...])
-    if "k" in see:
-        y_now += dot(product(see, "q", "k"), see["v"][...])
-    y[...] = y_now.astype(y.dtype)
+def values_kernel(see: Refs, out, *, name: str):
+    """Outputs, by q; what values get, by k."""
+    out[...] = (of_state(see, name) + of_tokens(see, name)).astype(out.dtype)
 
 
 def pulled_kernel(see: Refs, D, own):
@@ -109,43 +129,28 @@ def pulled_kernel(see: Refs, D, own):
     own[...] = dot(T, du, trans_a=True).astype(own.dtype)
 
 
-def readers_kernel(see: Refs, dq, db, dw):
-    """What queries and b get: of the state before the chunk, and of what is written in it; and so log decays."""
-    narrow = see["q"].dtype
-    row, column = sides(see["q"].shape[0])
-    total = jnp.zeros(dw.shape, dw.dtype)
-    # All decays up to a token are in what it is multiplied by.
-    for name, reader, out, later in (("q", "dy", dq, row <= column), ("b", "e", db, row < column)):
-        got = rows(dot(see[reader][...], see["before"][...], trans_b=True), see, "first")
-        got += dot(product(see, reader, "u"), see["a"][...])
-        if "k" in see:
-            got += dot(product(see, reader, "v"), see["k"][...])
-        out[...] = (got * jnp.exp(to_scale(name, see, narrow))).astype(out.dtype)
-        total += summed(later, got * see[name][...], narrow)
-    dw[...] = total
+def gradient_kernel(see: Refs, d, dw, *, name: str):
+    """What tokens of a name get, and log decays by them, on top of what these have got by other names.
 
-
-def writers_kernel(see: Refs, dw, da, *others):
-    """What a, keys, values and log decays get, given what these got of readers."""
-    narrow = see["a"].dtype
-    row, column = sides(see["a"].shape[0])
-    # Every decay is in the state after the chunk: this, times what it gets.
-    end = jnp.sum(see["before"][...].astype(dw.dtype) * see["after"][...], axis=1)
-    end = end if "documents" not in see else jnp.where(see["none"][...] != 0, end, 0)
-    total = see["dw"][...]
-    for name, value, out in (("a", "u", da), *([("k", "v", others[0])] if others else [])):
-        got = rows(dot(see[value][...], see["after"][...], trans_b=True), see, "last")
-        end += jnp.sum(got * see[name][...], axis=0)
-        got += dot(product(see, "dy", value), see["q"][...], trans_a=True)
-        got += dot(product(see, "e", value), see["b"][...], trans_a=True)
-        out[...] = (got * jnp.exp(to_scale(name, see, narrow))).astype(out.dtype)
-        total -= summed(row <= column, got * see[name][...], narrow)
-    dw[...] = total + end[None, :]
-    if others:
-        dv = rows(dot(see["k"][...], see["after"][...]), see, "last")
-        dv += dot(product(see, "q", "k"), see["dy"][...], trans_a=True)
-        dv += dot(product(see, "b", "k"), see["e"][...], trans_a=True)
-        others[1][...] = dv.astype(others[1].dtype)
+    One name a launch, and what is summed up elsewhere fetched last: the registers hold no more.
+    """
+    narrow, wide = see[name].dtype, dw.dtype
+    row, column = sides(see[name].shape[0])
+    # All decays of the chunk are in the state after it, so they get that, times what it gets: the first launch takes
+    # what is left of the state before, the others what their tokens write.
+    to_all = jnp.zeros(dw.shape[1:], wide)
+    if "dw" not in see:
+        kept = jnp.sum(see["before"][...].astype(wide) * see["after"][...], axis=1)
+        to_all = kept if "documents" not in see else jnp.where(see["none"][...] != 0, kept, 0)
+    got = of_state(see, BESIDE[name])
+    if name not in READ:
+        to_all += jnp.sum(got * see[name][...], axis=0)
+    got += of_tokens(see, BESIDE[name])
+    d[...] = (got * jnp.exp(to_scale(name, see, narrow))).astype(d.dtype)
+    # All decays up to a token are in what it is multiplied or divided by.
+    total = summed(row < column + with_own(name), got * see[name][...], narrow)
+    total = (total if name in READ else -total) + to_all[None, :]
+    dw[...] = total + see["dw"][...] if "dw" in see else total
 
 
 def on_chunks(name: str, kernel: Callable, given: dict, made: list, documents, chunk: int, interpret: bool) -> list:
@@ -252,7 +257,7 @@ def by_kernels(q, k, v, w, a, b, h0, opens, chunk: int, interpret: bool) -> tupl
     x = scaled(q, k, v, w, a, b, run)
     T, before, u, h = states_of(x, None, h0, run)
     given = dict(q=x.q, a=x.a, u=u, before=before, **values_of(x))
-    (y,) = run("outputs", outputs_kernel, given, [shape_of(v)])
+    (y,) = run("outputs", partial(values_kernel, name="q"), given, [shape_of(v)])
     return y, h, T
 
 
@@ -264,12 +269,14 @@ def back_by_kernels(q, k, v, w, a, b, h0, opens, T, dy, dh, chunk: int, interpre
     D, own = run("pulled", pulled_kernel, dict(q=x.q, a=x.a, dy=dy, T=T), [shape_of(x.a), shape_of(dy)])
     given = dict(w=D, a=x.b, u=own, k=x.q, v=dy)
     after, e, dh0 = states(given, x.ends, x.begins, dh, True, **run.keywords)
-    given = dict(q=x.q, a=x.a, b=x.b, w=w, u=u, dy=dy, e=e, before=before, **values_of(x))
-    dq, db, dw = run("readers", readers_kernel, given, [shape_of(q), shape_of(b), shape_of(w)])
-    made = [shape_of(w), shape_of(a)] + ([] if k is None else [shape_of(k), shape_of(v)])
-    dw, da, *others = run("writers", writers_kernel, given | dict(dw=dw, after=after), made)
-    dk, dv = others or (None, e)
-    return dq, dk, dv, dw, da, db, dh0
+    given = dict(q=x.q, a=x.a, b=x.b, w=w, u=u, dy=dy, e=e, before=before, after=after, **values_of(x))
+    got, dw = {}, None
+    for name, leaf in dict(q=q, b=b, a=a, k=k).items():
+        if leaf is not None:
+            kernel = partial(gradient_kernel, name=name)
+            got[name], dw = run(f"gradient_{name}", kernel, given | dict(dw=dw), [shape_of(leaf), shape_of(w)])
+    dv = e if k is None else run("gradient_v", partial(values_kernel, name="k"), given, [shape_of(v)])[0]
+    return got["q"], got.get("k"), dv, dw, got["a"], got["b"], dh0
 
 
 def documents_of(opens: Array | None, chunk: int) -> Array | None:

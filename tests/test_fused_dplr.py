@@ -70,8 +70,8 @@ def distances(x, keep=None, found=None, chunk=Q):
 def kernels_alone(monkeypatch):
     """Where decays are too strong for kernels, nothing is right."""
 
-    def wrong(q, k, v, w, a, b, h0, opens):
-        return jnp.full_like(v, jnp.nan), jnp.full_like(h0, jnp.nan)
+    def wrong(tokens, h0, opens):
+        return jnp.full_like(tokens["v"], jnp.nan), jnp.full_like(h0, jnp.nan)
 
     monkeypatch.setattr(op, "by_products", wrong)
 
@@ -138,6 +138,28 @@ def test_narrow_tokens_are_summed_wide(kind, dtype):
     x = inputs(kind, 63, strength=1)
     narrow = {name: jnp.asarray(leaf, dtype if name in "qkv" else "float32") for name, leaf in x.items()}
     assert max(distances(jax.tree.map(lambda leaf: np.asarray(leaf, "float64"), narrow), documents(63), narrow)) < 0.02
+
+
+def wide_keys(jaxpr, shape) -> int:
+    """How many wide arrays of keys' shape kernels are given, and make."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            arrays = [leaf.aval for leaf in (*eqn.invars, *eqn.outvars)]
+            total += sum(leaf.shape == shape and leaf.dtype == jnp.float32 for leaf in arrays)
+            continue
+        inner = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else [value])]
+        total += sum(wide_keys(getattr(x, "jaxpr", x), shape) for x in inner if hasattr(getattr(x, "jaxpr", x), "eqns"))
+    return total
+
+
+def test_narrow_keys_are_made_wide_nowhere():
+    """Only log decays are: scaled by in both passes, and in three launches that add up what they get."""
+    narrow = {
+        name: jnp.asarray(leaf, "bfloat16" if name in "qkv" else "float32") for name, leaf in inputs("kda", 32).items()
+    }
+    run = jax.make_jaxpr(jax.grad(lambda x: sum(map(jnp.sum, interpreted(x, None)))))
+    assert wide_keys(run(narrow).jaxpr, narrow["k"].shape) == 2 + 3 + 5
 
 
 @pytest.mark.scale

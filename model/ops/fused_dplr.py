@@ -2,9 +2,10 @@
 
     h_t = diag(e^{w_t}) h_{t-1} + a_t (b_t^T h_{t-1}) + k_t v_t^T        y_t = q_t^T h_t
 
-or, with no k, a_t (b_t^T h_{t-1} + v_t^T) in place of the last two terms. Decays are measured from the middle of a
-chunk. With q and b times what is left of it at the token, k and a divided by that, and the state likewise, nothing
-decays any more; in a chunk that begins with h the tokens then find u = T (b h + P v), and
+or, given beta in place of a and b, h_t = (I - beta_t k_t k_t^T) diag(e^{w_t}) h_{t-1} + beta_t k_t v_t^T. Then a is
+beta k, b is -e^w k, and as v is written along a, there is no k beside. Decays are measured from the middle of a chunk.
+With q and b times what is left of it at the token, k and a divided by that, and the state likewise, nothing decays any
+more; in a chunk that begins with h the tokens then find u = T (b h + P v), and
 
     y = q h + R u + S v        h' = h + a^T u + k^T v        T = (I - N)^{-1}
 
@@ -31,6 +32,7 @@ from model.ops.fused_delta import in_turn, inverse
 from model.ops.fused_state import Refs, by_chunk, fitting, launch, on_each_device, sides, state_seen, tokens_seen
 
 Array = jax.Array
+Tokens = dict[str, Array]
 
 TILE = 16  # values of a state's rows that one program carries
 # What is beside a name in what tokens add to states, a u^T + k v^T, and to their gradients, q dy^T + b e^T.
@@ -53,15 +55,22 @@ class Scaled(NamedTuple):
 # Kernels of one head of one chunk. q, k, a, b, w: [Q, K]; v, y, dy, u, e: [Q, V]; T: [Q, Q]; before, after: [K, V].
 
 
-def with_own(name: str) -> int:
-    """1 where tokens of a name are scaled by their own decay too, else 0: b reads the state before that."""
-    return 0 if name == "b" else 1
+def with_own(name: str, see: Refs) -> int:
+    """1 where tokens of a name are scaled by their own decay too, else 0: b reads the state before that, unless given
+    beta, when it has that decay itself."""
+    return 0 if name == "b" and "beta" not in see else 1
+
+
+def unscaled(name: str, see: Refs) -> Array:
+    if "beta" not in see or name == "q":
+        return see[name][...]
+    return see["beta"][...] * see["key"][...] if name == "a" else -see["key"][...]
 
 
 def to_scale(name: str, see: Refs, narrow: Any) -> Array:
     """The logs of what tokens of a name are multiplied by: decays from the chunk's middle, or towards it."""
     row, _ = sides(see["w"].shape[0])
-    s = from_middle(see["w"][...], row + with_own(name), narrow)
+    s = from_middle(see["w"][...], row + with_own(name, see), narrow)
     return s if name in READ else -s
 
 
@@ -70,7 +79,7 @@ def scaled_kernel(see: Refs, begins, ends, *made, names: tuple[str, ...]):
     for out, half in zip((begins, ends), halves(see["w"][...]), strict=True):
         out[...] = jnp.exp(half)[None, :]
     for out, name in zip(made, names, strict=True):
-        out[...] = (see[name][...] * jnp.exp(to_scale(name, see, out.dtype))).astype(out.dtype)
+        out[...] = (unscaled(name, see) * jnp.exp(to_scale(name, see, out.dtype))).astype(out.dtype)
 
 
 def product(see: Refs, reader: str, written: str) -> Array:
@@ -129,10 +138,11 @@ def pulled_kernel(see: Refs, D, own):
     own[...] = dot(T, du, trans_a=True).astype(own.dtype)
 
 
-def gradient_kernel(see: Refs, d, dw, *, name: str):
+def gradient_kernel(see: Refs, d, dw, *d_beta, name: str):
     """What tokens of a name get, and log decays by them, on top of what these have got by other names.
 
-    One name a launch, and what is summed up elsewhere fetched last: the registers hold no more.
+    One name a launch, and what is summed up elsewhere fetched last: the registers hold no more. Given beta, keys get
+    what b gets and then what a gets.
     """
     narrow, wide = see[name].dtype, dw.dtype
     row, column = sides(see[name].shape[0])
@@ -146,20 +156,26 @@ def gradient_kernel(see: Refs, d, dw, *, name: str):
     if name not in READ:
         to_all += jnp.sum(got * see[name][...], axis=0)
     got += of_tokens(see, BESIDE[name])
-    d[...] = (got * jnp.exp(to_scale(name, see, narrow))).astype(d.dtype)
+    to_token = got * jnp.exp(to_scale(name, see, narrow))
+    if d_beta:
+        d_beta[0][...] = jnp.sum(to_token * see["key"][...], axis=1)[:, None]
+        to_token = see["dk"][...] + see["beta"][...] * to_token
+    elif name == "b" and "beta" in see:
+        to_token = -to_token
+    d[...] = to_token.astype(d.dtype)
     # All decays up to a token are in what it is multiplied or divided by.
-    total = summed(row < column + with_own(name), got * see[name][...], narrow)
+    total = summed(row < column + with_own(name, see), got * see[name][...], narrow)
     total = (total if name in READ else -total) + to_all[None, :]
     dw[...] = total + see["dw"][...] if "dw" in see else total
 
 
 def on_chunks(name: str, kernel: Callable, given: dict, made: list, documents, chunk: int, interpret: bool) -> list:
-    """A kernel run on every head of every chunk, given tokens `[B, L, H, ...]` and states `[B, M, H, ...]` by name."""
+    """A kernel run on heads of chunks, by name given tokens, `[B, L, H, ...]`, and then states, `[B, M, H, ...]`."""
 
     def seen(leaf):
         return tokens_seen(chunk, leaf.shape[-1]) if leaf.ndim == 4 else state_seen(*leaf.shape[-2:])
 
-    B, L, H, _ = given["a"].shape
+    B, L, H, _ = next(iter(given.values())).shape
     given = {name: (leaf, seen(leaf)) for name, leaf in given.items() if leaf is not None}
     given |= cuts(documents, chunk)
     made = [(shape, seen(shape)) for shape in made]
@@ -228,12 +244,19 @@ def shape_of(x: Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
 
 
-def scaled(q, k, v, w, a, b, run: Callable) -> Scaled:
-    tokens = {name: leaf for name, leaf in dict(q=q, k=k, a=a, b=b).items() if leaf is not None}
+def keys_of(tokens: Tokens) -> dict[str, Array]:
+    """What a and b are made of where they are not given; beta: [B, L, H, 1]."""
+    return dict(key=tokens["k"], beta=tokens["beta"][..., None]) if "beta" in tokens else {}
+
+
+def scaled(tokens: Tokens, run: Callable) -> Scaled:
+    v, w, keys = tokens["v"], tokens["w"], keys_of(tokens)
     B, M, H, K = w.shape[0], w.shape[1] // run.keywords["chunk"], *w.shape[2:]
-    made = [jax.ShapeDtypeStruct((B, M, H, 1, K), w.dtype)] * 2 + [shape_of(w, v.dtype)] * len(tokens)
-    begins, ends, *found = run("scaled", partial(scaled_kernel, names=tuple(tokens)), tokens | dict(w=w), made)
-    found = dict(k=None) | dict(zip(tokens, found, strict=True))
+    names = ("q", "a", "b") if keys else ("q", "a", "b", "k")
+    given = dict(q=tokens["q"], w=w) | (keys or {name: tokens[name] for name in names})
+    made = [jax.ShapeDtypeStruct((B, M, H, 1, K), w.dtype)] * 2 + [shape_of(w, v.dtype)] * len(names)
+    begins, ends, *found = run("scaled", partial(scaled_kernel, names=names), given, made)
+    found = dict(k=None) | dict(zip(names, found, strict=True))
     return Scaled(**found, v=v, begins=begins[:, :, :, 0], ends=ends[:, :, :, 0])
 
 
@@ -251,32 +274,40 @@ def states_of(x: Scaled, T: Array | None, h0: Array, run: Callable) -> tuple[Arr
     return *found, *states(dict(w=W, a=x.a, u=own, **values_of(x)), x.begins, x.ends, h0, False, **run.keywords)
 
 
-def by_kernels(q, k, v, w, a, b, h0, opens, chunk: int, interpret: bool) -> tuple[Array, Array, Array]:
+def by_kernels(tokens: Tokens, h0, opens, chunk: int, interpret: bool) -> tuple[Array, Array, Array]:
     """Outputs, the last state and T."""
     run = partial(on_chunks, documents=documents_of(opens, chunk), chunk=chunk, interpret=interpret)
-    x = scaled(q, k, v, w, a, b, run)
+    x = scaled(tokens, run)
     T, before, u, h = states_of(x, None, h0, run)
     given = dict(q=x.q, a=x.a, u=u, before=before, **values_of(x))
-    (y,) = run("outputs", partial(values_kernel, name="q"), given, [shape_of(v)])
+    (y,) = run("outputs", partial(values_kernel, name="q"), given, [shape_of(x.v)])
     return y, h, T
 
 
-def back_by_kernels(q, k, v, w, a, b, h0, opens, T, dy, dh, chunk: int, interpret: bool) -> tuple[Array | None, ...]:
-    """What q, k, v, w, a, b and h0 get."""
+def back_by_kernels(tokens: Tokens, h0, opens, T, dy, dh, chunk: int, interpret: bool) -> tuple[Tokens, Array]:
+    """What tokens and h0 get."""
     run = partial(on_chunks, documents=documents_of(opens, chunk), chunk=chunk, interpret=interpret)
-    x = scaled(q, k, v, w, a, b, run)
+    x = scaled(tokens, run)
     before, u, _ = states_of(x, T, h0, run)
     D, own = run("pulled", pulled_kernel, dict(q=x.q, a=x.a, dy=dy, T=T), [shape_of(x.a), shape_of(dy)])
     given = dict(w=D, a=x.b, u=own, k=x.q, v=dy)
     after, e, dh0 = states(given, x.ends, x.begins, dh, True, **run.keywords)
-    given = dict(q=x.q, a=x.a, b=x.b, w=w, u=u, dy=dy, e=e, before=before, after=after, **values_of(x))
-    got, dw = {}, None
-    for name, leaf in dict(q=q, b=b, a=a, k=k).items():
-        if leaf is not None:
-            kernel = partial(gradient_kernel, name=name)
-            got[name], dw = run(f"gradient_{name}", kernel, given | dict(dw=dw), [shape_of(leaf), shape_of(w)])
-    dv = e if k is None else run("gradient_v", partial(values_kernel, name="k"), given, [shape_of(v)])[0]
-    return got["q"], got.get("k"), dv, dw, got["a"], got["b"], dh0
+    w, k, keys = tokens["w"], tokens["k"], keys_of(tokens)
+    given = dict(q=x.q, a=x.a, b=x.b, w=w, u=u, dy=dy, e=e, before=before, after=after, **values_of(x), **keys)
+
+    def gradient(name: str, **got: Array) -> list[Array]:
+        made = [shape_of(tokens.get(name, k)), shape_of(w)] + ([shape_of(keys["beta"])] if "dk" in got else [])
+        return run(f"gradient_{name}", partial(gradient_kernel, name=name), given | got, made)
+
+    dq, dw = gradient("q")
+    db, dw = gradient("b", dw=dw)
+    if keys:
+        dk, dw, d_beta = gradient("a", dw=dw, dk=db)
+        return dict(q=dq, k=dk, v=e, w=dw, beta=d_beta[..., 0]), dh0
+    da, dw = gradient("a", dw=dw)
+    dk, dw = gradient("k", dw=dw)
+    (dv,) = run("gradient_v", partial(values_kernel, name="k"), given, [shape_of(x.v)])
+    return dict(q=dq, k=dk, v=dv, w=dw, a=da, b=db), dh0
 
 
 def documents_of(opens: Array | None, chunk: int) -> Array | None:
@@ -284,65 +315,53 @@ def documents_of(opens: Array | None, chunk: int) -> Array | None:
     return None if opens is None else jnp.cumsum(in_chunks(opens, chunk), axis=-1, dtype=jnp.int32)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(8, 9, 10))
-def fused(q, k, v, w, a, b, h0, opens, otherwise: Callable, chunk: int, interpret: bool) -> tuple[Array, Array]:
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def fused(tokens: Tokens, h0, opens, otherwise: Callable, chunk: int, interpret: bool) -> tuple[Array, Array]:
     """As `fused_dplr`, for whole chunks."""
-    return fused_forward(q, k, v, w, a, b, h0, opens, otherwise, chunk, interpret)[0]
+    return fused_forward(tokens, h0, opens, otherwise, chunk, interpret)[0]
 
 
-def fused_forward(q, k, v, w, a, b, h0, opens, otherwise, chunk, interpret):
-    given = q, k, v, w, a, b, h0, opens
-    little = jnp.min(jnp.sum(in_chunks(w, chunk // 2), axis=2)) >= -LITTLE
+def fused_forward(tokens, h0, opens, otherwise, chunk, interpret):
+    little = jnp.min(jnp.sum(in_chunks(tokens["w"], chunk // 2), axis=2)) >= -LITTLE
 
     def instead(*given):
-        return *otherwise(*given), jnp.zeros((*q.shape[:3], chunk), v.dtype)
+        return *otherwise(*given), jnp.zeros((*tokens["q"].shape[:3], chunk), tokens["v"].dtype)
 
-    y, h, T = lax.cond(little, partial(by_kernels, chunk=chunk, interpret=interpret), instead, *given)
-    return (y, h), (given, T, little)
+    y, h, T = lax.cond(little, partial(by_kernels, chunk=chunk, interpret=interpret), instead, tokens, h0, opens)
+    return (y, h), (tokens, h0, opens, T, little)
 
 
 def fused_backward(otherwise, chunk, interpret, saved, g):
-    given, T, little = saved
+    *given, little = saved
 
-    def instead(*given):
-        *given, opens, _, dy, dh = given
-        return jax.vjp(lambda *given: otherwise(*given, opens), *given)[1]((dy, dh))
+    def instead(tokens, h0, opens, T, *g):
+        return jax.vjp(partial(otherwise, opens=opens), tokens, h0)[1](g)
 
     kernels = partial(back_by_kernels, chunk=chunk, interpret=interpret)
-    return *lax.cond(little, kernels, instead, *given, T, *g), None
+    return *lax.cond(little, kernels, instead, *given, *g), None
 
 
 fused.defvjp(fused_forward, fused_backward)
 
 
 def fused_dplr(
-    q: Array,
-    k: Array | None,
-    v: Array,
-    w: Array,
-    a: Array,
-    b: Array,
-    h0: Array,
-    opens: Array | None,
-    otherwise: Callable,
-    chunk: int,
-    interpret: bool = False,
+    tokens: Tokens, h0: Array, opens: Array | None, otherwise: Callable, chunk: int, interpret: bool = False
 ) -> tuple[Array, Array]:
     """Outputs `[B, L, H, V]` in v's dtype, and the last state.
 
-    q, k, a, b: [B, L, H, K], k perhaps None: v is then written along a; v: [B, L, H, V], bfloat16 or float32;
-    w: [B, L, H, K], log decays, not positive, wide; h0: [B, H, K, V], wide; opens: [B, L], true where the past is
-    forgotten; otherwise: what finds both of q to opens where a chunk decays strongly. K, V: 16, 32, 64 or 128;
-    chunk: 16 to 64.
+    tokens: q, k, [B, L, H, K]; v: [B, L, H, V], bfloat16 or float32; w: [B, L, H, K], log decays, not positive, wide;
+    and a and b, as k, or beta, [B, L, H], wide. h0: [B, H, K, V], wide; opens: [B, L], true where the past is
+    forgotten; otherwise: what finds both of tokens, h0 and opens where a chunk decays strongly. K, V: 16, 32, 64 or
+    128; chunk: 16 to 64.
     """
+    q, v, w = (tokens[name] for name in "qvw")
     B, L, H = q.shape[:3]
     chunk = fitting(chunk, q.astype(v.dtype), v)
     w = jnp.maximum(w, STRONGEST)
     w = w if opens is None else jnp.where(opens[..., None, None], 0, w)  # there is nothing that could decay
     # Filled up with tokens of zero and decays of none, which leave a state as it was.
-    tokens = [None if leaf is None else filled(leaf, chunk) for leaf in (q, k, v, w, a, b)]
+    tokens = {name: filled(leaf, chunk) for name, leaf in (tokens | dict(w=w)).items()}
     opens = None if opens is None else filled(opens, chunk)
     fixed = dict(otherwise=otherwise, chunk=chunk, interpret=interpret)
-    run = on_each_device(partial(fused, **fixed), B, H, tokens=6, states=1)
-    y, h = run(*tokens, h0, opens)
+    y, h = on_each_device(partial(fused, **fixed), B, H, tokens=1, states=1)(tokens, h0, opens)
     return y[:, :L], h

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from model.ops import delta_rule as op
+from model.ops import fused_segments
 from model.ops.decays import FORGET
 from tests.test_fused_ssd import made_for
 
@@ -29,9 +30,9 @@ def inputs(kind: str, L: int, strength: float = 0.1) -> dict[str, np.ndarray]:
     return made | dict(a=-made["b"] * rng.uniform(size=keys))
 
 
-def documents(L: int) -> np.ndarray:
+def documents(L: int, share: float = 0.07) -> np.ndarray:
     """False where one begins."""
-    return np.random.default_rng(2).random((B, L)) > 0.07
+    return np.random.default_rng(2).random((B, L)) > share
 
 
 def apart(x):
@@ -93,6 +94,31 @@ def kernels_alone(monkeypatch):
 def test_kernels_are_the_recurrence(kind, length, cut):
     """Outputs, last state and every gradient, from a state that is not empty."""
     assert max(distances(inputs(kind, length), documents(length) if cut else None)) < 2e-6
+
+
+@pytest.mark.usefixtures("kernels_alone")
+@pytest.mark.parametrize(
+    ("kind", "wanted", "found"),
+    [
+        ("rwkv7", 8, 1),
+        ("kda", 32, 4),
+        *[pytest.param(*case, marks=pytest.mark.scale) for case in (("kda", 8, 1), ("rwkv7", 32, 4), ("rwkv7", 64, 8))],
+    ],
+)
+def test_segments_at_once_are_one_after_another(kind, wanted, found, monkeypatch):
+    """Of eight chunks. Some segments are of one document, so that states go through them."""
+    monkeypatch.setattr(fused_segments, "WANTED", wanted)
+    assert fused_segments.segments(B * H * V // fused_segments.TILE, 8) == found
+    keep = documents(120, share=0.015)
+    apart = keep.reshape(B, 4, -1).all(axis=-1)
+    assert apart[:, 1:3].any()
+    assert not apart.all()
+    assert max(distances(inputs(kind, 120, strength=0.02), keep)) < 2e-6
+
+
+def test_segments_are_for_what_would_leave_a_gpu_empty():
+    counts = {(128, 1024): 1, (127, 1000): 5, (16, 1024): 32, (2, 16384): 256, (16, 8): 8, (16, 3): 1, (16, 37): 1}
+    assert {case: fused_segments.segments(*case) for case in counts} == counts
 
 
 @pytest.mark.usefixtures("kernels_alone")
@@ -204,3 +230,4 @@ def test_kernels_lower_for_a_gpu(kind, dtype):
     made = ["scaled", "solved", "states", "outputs", "pulled"]
     made += [f"gradient_{name}" for name in ("qab" if kind == "kda" else "qabkv")]
     assert all(f'name = "dplr_{name}"' in text for name in made)
+    assert text.count('name = "dplr_states"') == 6  # in segments: forward, what they do to states and add, and again

@@ -10,10 +10,10 @@ more; in a chunk that begins with h the tokens then find u = T (b h + P v), and
     y = q h + R u + S v        h' = h + a^T u + k^T v        T = (I - N)^{-1}
 
 with N = b a^T and P = b k^T below their diagonals, R = q a^T and S = q k^T with them; with no k, P is the identity and
-S nothing. `solved` finds T, T b and T P v in every chunk; `states` goes over the chunks, for a few columns of the state
-a program. Gradients of states run through the same kernel from the end, with E = T^T du for u. All that needs chunks
-that decay little: a call with any other is left to products that take any decay. Letters as in
-model/ops/fused_state.py.
+S nothing. `solved` finds T, T b and T P v in every chunk; `states` goes over the chunks of
+segments, as in model/ops/fused_segments.py. Gradients of states run through the same kernel from the end, with
+E = T^T du for u. All that needs chunks that decay little: a call with any other is left to products that take any
+decay. Letters as in model/ops/fused_state.py; S segments.
 """
 
 from collections.abc import Callable
@@ -28,13 +28,22 @@ from jax.experimental.pallas.triton import dot
 
 from model.ops.decays import STRONGEST, filled, in_chunks
 from model.ops.fused_channels import LITTLE, cuts, from_middle, halves, rows, same_document, summed
-from model.ops.fused_delta import in_turn, inverse
+from model.ops.fused_delta import inverse
+from model.ops.fused_segments import (
+    TILE,
+    in_turn,
+    keys_seen,
+    maps_of,
+    segment_seen,
+    starts_of,
+    states_seen,
+    values_seen,
+)
 from model.ops.fused_state import Refs, by_chunk, fitting, launch, on_each_device, sides, state_seen, tokens_seen
 
 Array = jax.Array
 Tokens = dict[str, Array]
 
-TILE = 16  # values of a state's rows that one program carries
 # What is beside a name in what tokens add to states, a u^T + k v^T, and to their gradients, q dy^T + b e^T.
 BESIDE = dict(a="u", k="v", q="dy", b="e")
 READ = ("q", "dy", "b", "e")  # of the state before; the others write, and see the gradient of the later state
@@ -50,6 +59,14 @@ class Scaled(NamedTuple):
     b: Array
     begins: Array  # what states are scaled by as a chunk begins, [B, M, H, K], wide
     ends: Array  # and as it ends
+
+
+class Found(NamedTuple):
+    """What the backward pass takes over."""
+
+    T: Array  # [B, L, H, Q]
+    starts: Array  # the states that segments begin with, [B, S, H, K, V]
+    maps: Array | None  # what they make of a state, [B, S, H, K, K], where there are several
 
 
 # Kernels of one head of one chunk. q, k, a, b, w: [Q, K]; v, y, dy, u, e: [Q, V]; T: [Q, Q]; before, after: [K, V].
@@ -182,13 +199,14 @@ def on_chunks(name: str, kernel: Callable, given: dict, made: list, documents, c
     return launch(kernel, f"dplr_{name}", (H, L // chunk, B), given, made, by_chunk(chunk), interpret)
 
 
-def states_kernel(see: Refs, every, found, end, *, chunk: int, reverse: bool):
-    """States over all chunks, for a tile of values: scaled as a chunk begins, and again as it ends.
+def states_kernel(see: Refs, *out, chunk: int, reverse: bool):
+    """States over a segment's chunks, for a tile of values: scaled as a chunk begins, and again as it ends.
 
     w, a, k: [L, K]; u, v: [L, V]; seen: [L]; kept: [M]; begins, ends: [M, K]; start: [K, V]. Out: the scaled states of
-    chunks, [M, K, V], what tokens find, [L, V], and the last state.
+    chunks, [M, K, V], what tokens find, [L, V], and the last state; or that alone.
     """
-    w, a, u = see["w"], see["a"], see["u"]
+    *every, end = out
+    w, a = see["w"], see["a"]
     M, narrow = w.shape[0] // chunk, w.dtype
 
     def step(i, h):
@@ -200,9 +218,11 @@ def states_kernel(see: Refs, every, found, end, *, chunk: int, reverse: bool):
 
         h *= see["begins"][i, :][:, None]
         now = h.astype(narrow)
-        new = u[tokens, :] + dot(w[tokens, :], now)
-        every[i, :, :] = now
-        found[tokens, :] = new.astype(narrow)
+        new = dot(w[tokens, :], now)
+        new = new + see["u"][tokens, :] if "u" in see else new
+        if every:
+            every[0][i, :, :] = now
+            every[1][tokens, :] = new.astype(narrow)
         added = dot(a[tokens, :], written(new), trans_a=True)
         if "k" in see:
             added += dot(see["k"][tokens, :], written(see["v"][tokens, :]), trans_a=True)
@@ -212,32 +232,31 @@ def states_kernel(see: Refs, every, found, end, *, chunk: int, reverse: bool):
     end[...] = lax.fori_loop(0, M, step, see["start"][...])
 
 
-def states(given: dict[str, Array], begins, ends, start, reverse: bool, documents, chunk: int, interpret: bool) -> list:
-    """The scaled states of chunks, `[B, M, H, K, V]`, what tokens find, `[B, L, H, V]`, and the last state, as start.
+def states(
+    given: Tokens, begins, ends, start, reverse: bool, every: bool, documents, chunk: int, interpret: bool
+) -> list[Array]:
+    """The states that segments end with, `[B, S, H, K, V]`, as start; before them, if asked for, the scaled states of
+    chunks, `[B, M, H, K, V]`, and what tokens find, `[B, L, H, V]`.
 
     In reverse: their gradients, from the end. given: w, a, k, u and v; begins, ends: [B, M, H, K].
     """
-    (B, H, K, V), (_, L, _, _), dtype = start.shape, given["w"].shape, given["w"].dtype
+    (B, S, H, K, V), (_, L, _, _), dtype = start.shape, given["w"].shape, given["w"].dtype
     M, R = L // chunk, min(V, TILE)
-    key = pl.BlockSpec((None, L, None, K), lambda h, t, b: (b, 0, h, 0))
-    value = pl.BlockSpec((None, L, None, R), lambda h, t, b: (b, 0, h, t))
-    scale = pl.BlockSpec((None, M, None, K), lambda h, t, b: (b, 0, h, 0))
-    one = pl.BlockSpec((None, None, K, R), lambda h, t, b: (b, h, 0, t))
-    every = pl.BlockSpec((None, M, None, K, R), lambda h, t, b: (b, 0, h, 0, t))
+    key, value, scale, segment = keys_seen(L, S, K), values_seen(L, S, R), keys_seen(M, S, K), segment_seen(S, K, R)
     blocks = dict(w=key, a=key, k=key, u=value, v=value)
     seen = {name: (leaf, blocks[name]) for name, leaf in given.items()}
-    seen |= dict(begins=(begins, scale), ends=(ends, scale), start=(start, one))
+    seen |= dict(begins=(begins, scale), ends=(ends, scale), start=(start, segment))
     if documents is not None:
         # The state before a chunk meets its first document, that after it the last.
         met = documents == (0 if reverse else documents[..., -1:])
         flat = dict(seen=met.reshape(B, L).astype(dtype), kept=(documents[..., -1] == 0).astype(start.dtype))
-        seen |= {
-            name: (leaf, pl.BlockSpec((None, leaf.shape[1]), lambda h, t, b: (b, 0))) for name, leaf in flat.items()
-        }
-    made = [((B, M, H, K, V), dtype, every), ((B, L, H, V), dtype, value), (start.shape, start.dtype, one)]
+        for name, leaf in flat.items():
+            seen[name] = leaf, pl.BlockSpec((None, leaf.shape[1] // S), lambda h, t, s: (s // S, s % S))
+    made = [((B, M, H, K, V), dtype, states_seen(M, S, K, R)), ((B, L, H, V), dtype, value)] if every else []
+    made += [(start.shape, start.dtype, segment)]
     made = [(jax.ShapeDtypeStruct(shape, dtype), block) for shape, dtype, block in made]
     kernel = partial(states_kernel, chunk=chunk, reverse=reverse)
-    return launch(kernel, "dplr_states", (H, V // R, B), seen, made, in_turn(dtype), interpret)
+    return launch(kernel, "dplr_states", (H, V // R, B * S), seen, made, in_turn(dtype), interpret)
 
 
 def shape_of(x: Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
@@ -265,33 +284,44 @@ def values_of(x: Scaled) -> dict[str, Array]:
     return {} if x.k is None else dict(k=x.k, v=x.v)
 
 
-def states_of(x: Scaled, T: Array | None, h0: Array, run: Callable) -> tuple[Array, ...]:
-    """T, unless it is given, the scaled states of chunks, what tokens find, and the last state."""
+def solved(x: Scaled, T: Array | None, run: Callable) -> list[Array]:
+    """T b, T P v, and T, unless it is given."""
     B, L, H, _ = x.a.shape
     made = [shape_of(x.b), shape_of(x.v)]
     made += [jax.ShapeDtypeStruct((B, L, H, run.keywords["chunk"]), x.b.dtype)] if T is None else []
-    W, own, *found = run("solved", solved_kernel, dict(a=x.a, b=x.b, k=x.k, v=x.v, T=T), made)
-    return *found, *states(dict(w=W, a=x.a, u=own, **values_of(x)), x.begins, x.ends, h0, False, **run.keywords)
+    return run("solved", solved_kernel, dict(a=x.a, b=x.b, k=x.k, v=x.v, T=T), made)
 
 
-def by_kernels(tokens: Tokens, h0, opens, chunk: int, interpret: bool) -> tuple[Array, Array, Array]:
-    """Outputs, the last state and T."""
+def by_kernels(tokens: Tokens, h0, opens, chunk: int, interpret: bool) -> tuple[Array, Array, Found]:
+    """Outputs, the last state, and what the backward pass is not to find again."""
     run = partial(on_chunks, documents=documents_of(opens, chunk), chunk=chunk, interpret=interpret)
     x = scaled(tokens, run)
-    T, before, u, h = states_of(x, None, h0, run)
+    W, own, T = solved(x, None, run)
+    given = dict(w=W, a=x.a, u=own, **values_of(x))
+    onward = partial(states, begins=x.begins, ends=x.ends, reverse=False, **run.keywords)
+    maps = maps_of(partial(onward, dict(w=W, a=x.a), every=False), h0, W.shape[1] // chunk)
+    starts = starts_of(partial(onward, given, every=False), maps, h0)
+    before, u, ends = onward(given, start=starts, every=True)
     given = dict(q=x.q, a=x.a, u=u, before=before, **values_of(x))
     (y,) = run("outputs", partial(values_kernel, name="q"), given, [shape_of(x.v)])
-    return y, h, T
+    return y, ends[:, -1], Found(T, starts, maps)
 
 
-def back_by_kernels(tokens: Tokens, h0, opens, T, dy, dh, chunk: int, interpret: bool) -> tuple[Tokens, Array]:
+def back_by_kernels(
+    tokens: Tokens, h0, opens, found: Found, dy, dh, chunk: int, interpret: bool
+) -> tuple[Tokens, Array]:
     """What tokens and h0 get."""
+    T, starts, maps = found
     run = partial(on_chunks, documents=documents_of(opens, chunk), chunk=chunk, interpret=interpret)
     x = scaled(tokens, run)
-    before, u, _ = states_of(x, T, h0, run)
+    W, own = solved(x, T, run)
+    given = dict(w=W, a=x.a, u=own, **values_of(x))
+    before, u, _ = states(given, x.begins, x.ends, starts, reverse=False, every=True, **run.keywords)
     D, own = run("pulled", pulled_kernel, dict(q=x.q, a=x.a, dy=dy, T=T), [shape_of(x.a), shape_of(dy)])
     given = dict(w=D, a=x.b, u=own, k=x.q, v=dy)
-    after, e, dh0 = states(given, x.ends, x.begins, dh, True, **run.keywords)
+    back = partial(states, given, begins=x.ends, ends=x.begins, reverse=True, **run.keywords)
+    lasts = starts_of(partial(back, every=False), maps, dh, reverse=True)
+    after, e, firsts = back(start=lasts, every=True)
     w, k, keys = tokens["w"], tokens["k"], keys_of(tokens)
     given = dict(q=x.q, a=x.a, b=x.b, w=w, u=u, dy=dy, e=e, before=before, after=after, **values_of(x), **keys)
 
@@ -303,11 +333,11 @@ def back_by_kernels(tokens: Tokens, h0, opens, T, dy, dh, chunk: int, interpret:
     db, dw = gradient("b", dw=dw)
     if keys:
         dk, dw, d_beta = gradient("a", dw=dw, dk=db)
-        return dict(q=dq, k=dk, v=e, w=dw, beta=d_beta[..., 0]), dh0
+        return dict(q=dq, k=dk, v=e, w=dw, beta=d_beta[..., 0]), firsts[:, 0]
     da, dw = gradient("a", dw=dw)
     dk, dw = gradient("k", dw=dw)
     (dv,) = run("gradient_v", partial(values_kernel, name="k"), given, [shape_of(x.v)])
-    return dict(q=dq, k=dk, v=dv, w=dw, a=da, b=db), dh0
+    return dict(q=dq, k=dk, v=dv, w=dw, a=da, b=db), firsts[:, 0]
 
 
 def documents_of(opens: Array | None, chunk: int) -> Array | None:
@@ -323,18 +353,20 @@ def fused(tokens: Tokens, h0, opens, otherwise: Callable, chunk: int, interpret:
 
 def fused_forward(tokens, h0, opens, otherwise, chunk, interpret):
     little = jnp.min(jnp.sum(in_chunks(tokens["w"], chunk // 2), axis=2)) >= -LITTLE
+    kernels = partial(by_kernels, chunk=chunk, interpret=interpret)
 
     def instead(*given):
-        return *otherwise(*given), jnp.zeros((*tokens["q"].shape[:3], chunk), tokens["v"].dtype)
+        *_, found = jax.eval_shape(kernels, *given)
+        return *otherwise(*given), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found)
 
-    y, h, T = lax.cond(little, partial(by_kernels, chunk=chunk, interpret=interpret), instead, tokens, h0, opens)
-    return (y, h), (tokens, h0, opens, T, little)
+    y, h, found = lax.cond(little, kernels, instead, tokens, h0, opens)
+    return (y, h), (tokens, h0, opens, found, little)
 
 
 def fused_backward(otherwise, chunk, interpret, saved, g):
     *given, little = saved
 
-    def instead(tokens, h0, opens, T, *g):
+    def instead(tokens, h0, opens, found, *g):
         return jax.vjp(partial(otherwise, opens=opens), tokens, h0)[1](g)
 
     kernels = partial(back_by_kernels, chunk=chunk, interpret=interpret)

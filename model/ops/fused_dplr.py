@@ -7,13 +7,13 @@ beta k, b is -e^w k, and as v is written along a, there is no k beside. Decays a
 With q and b times what is left of it at the token, k and a divided by that, and the state likewise, nothing decays any
 more; in a chunk that begins with h the tokens then find u = T (b h + P v), and
 
-    y = q h + R u + S v        h' = h + a^T u + k^T v        T = (I - N)^{-1}
+    y = q h + R u + G v        h' = h + a^T u + k^T v        T = (I - N)^{-1}
 
-with N = b a^T and P = b k^T below their diagonals, R = q a^T and S = q k^T with them; with no k, P is the identity and
-S nothing. `solved` finds T, T b and T P v in every chunk; `states` goes over the chunks of
-segments, as in model/ops/fused_segments.py. Gradients of states run through the same kernel from the end, with
-E = T^T du for u. All that needs chunks that decay little: a call with any other is left to products that take any
-decay. Letters as in model/ops/fused_state.py; S segments.
+with N = b a^T and P = b k^T below their diagonals, R = q a^T and G = q k^T with them; with no k, P is the identity and
+G nothing. `solved` finds T, T b and T P v in every chunk; `states` goes over the chunks of segments, as in
+model/ops/fused_segments.py. Gradients of states run through the same kernel from the end, with E = T^T du for u. All
+that needs chunks that decay little: a call with any other is left to products that take any decay. Letters as in
+model/ops/fused_state.py; S segments.
 """
 
 from collections.abc import Callable
@@ -91,12 +91,16 @@ def to_scale(name: str, see: Refs, narrow: Any) -> Array:
     return s if name in READ else -s
 
 
-def scaled_kernel(see: Refs, begins, ends, *made, names: tuple[str, ...]):
-    """Scaled tokens, by name, and what scales states, [1, K]."""
-    for out, half in zip((begins, ends), halves(see["w"][...]), strict=True):
-        out[...] = jnp.exp(half)[None, :]
-    for out, name in zip(made, names, strict=True):
-        out[...] = (unscaled(name, see) * jnp.exp(to_scale(name, see, out.dtype))).astype(out.dtype)
+def scaled_kernel(see: Refs, *made, names: tuple[str, ...]):
+    """What scales states as a chunk begins and ends, [1, K], and scaled tokens, by name.
+
+    All is found before any is stored: after that, what names share would be fetched and summed again.
+    """
+    narrow = made[-1].dtype
+    found = [jnp.exp(half)[None, :] for half in halves(see["w"][...])]
+    found += [(unscaled(name, see) * jnp.exp(to_scale(name, see, narrow))).astype(narrow) for name in names]
+    for out, numbers in zip(made, found, strict=True):
+        out[...] = numbers
 
 
 def product(see: Refs, reader: str, written: str) -> Array:
@@ -232,9 +236,7 @@ def states_kernel(see: Refs, *out, chunk: int, reverse: bool):
     end[...] = lax.fori_loop(0, M, step, see["start"][...])
 
 
-def states(
-    given: Tokens, begins, ends, start, reverse: bool, every: bool, documents, chunk: int, interpret: bool
-) -> list[Array]:
+def states(given: Tokens, begins, ends, start, reverse: bool, every: bool, documents, chunk: int, interpret) -> list:
     """The states that segments end with, `[B, S, H, K, V]`, as start; before them, if asked for, the scaled states of
     chunks, `[B, M, H, K, V]`, and what tokens find, `[B, L, H, V]`.
 
@@ -307,9 +309,7 @@ def by_kernels(tokens: Tokens, h0, opens, chunk: int, interpret: bool) -> tuple[
     return y, ends[:, -1], Found(T, starts, maps)
 
 
-def back_by_kernels(
-    tokens: Tokens, h0, opens, found: Found, dy, dh, chunk: int, interpret: bool
-) -> tuple[Tokens, Array]:
+def back_by_kernels(tokens: Tokens, h0, opens, found: Found, dy, dh, chunk: int, interpret) -> tuple[Tokens, Array]:
     """What tokens and h0 get."""
     T, starts, maps = found
     run = partial(on_chunks, documents=documents_of(opens, chunk), chunk=chunk, interpret=interpret)

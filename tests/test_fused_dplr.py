@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from model.ops import delta_rule as op
+from model.ops import fused_segments
 from model.ops.decays import FORGET
 from tests.test_fused_ssd import made_for
 
@@ -29,9 +30,9 @@ def inputs(kind: str, L: int, strength: float = 0.1) -> dict[str, np.ndarray]:
     return made | dict(a=-made["b"] * rng.uniform(size=keys))
 
 
-def documents(L: int) -> np.ndarray:
+def documents(L: int, share: float = 0.07) -> np.ndarray:
     """False where one begins."""
-    return np.random.default_rng(2).random((B, L)) > 0.07
+    return np.random.default_rng(2).random((B, L)) > share
 
 
 def apart(x):
@@ -70,8 +71,8 @@ def distances(x, keep=None, found=None, chunk=Q):
 def kernels_alone(monkeypatch):
     """Where decays are too strong for kernels, nothing is right."""
 
-    def wrong(q, k, v, w, a, b, h0, opens):
-        return jnp.full_like(v, jnp.nan), jnp.full_like(h0, jnp.nan)
+    def wrong(tokens, h0, opens):
+        return jnp.full_like(tokens["v"], jnp.nan), jnp.full_like(h0, jnp.nan)
 
     monkeypatch.setattr(op, "by_products", wrong)
 
@@ -93,6 +94,31 @@ def kernels_alone(monkeypatch):
 def test_kernels_are_the_recurrence(kind, length, cut):
     """Outputs, last state and every gradient, from a state that is not empty."""
     assert max(distances(inputs(kind, length), documents(length) if cut else None)) < 2e-6
+
+
+@pytest.mark.usefixtures("kernels_alone")
+@pytest.mark.parametrize(
+    ("kind", "wanted", "found"),
+    [
+        ("rwkv7", 8, 1),
+        ("kda", 32, 4),
+        *[pytest.param(*case, marks=pytest.mark.scale) for case in (("kda", 8, 1), ("rwkv7", 32, 4), ("rwkv7", 64, 8))],
+    ],
+)
+def test_segments_at_once_are_one_after_another(kind, wanted, found, monkeypatch):
+    """Of eight chunks. Some segments are of one document, so that states go through them."""
+    monkeypatch.setattr(fused_segments, "WANTED", wanted)
+    assert fused_segments.segments(B * H * V // fused_segments.TILE, 8) == found
+    keep = documents(120, share=0.015)
+    apart = keep.reshape(B, 4, -1).all(axis=-1)
+    assert apart[:, 1:3].any()
+    assert not apart.all()
+    assert max(distances(inputs(kind, 120, strength=0.02), keep)) < 2e-6
+
+
+def test_segments_are_for_what_would_leave_a_gpu_empty():
+    counts = {(128, 1024): 1, (127, 1000): 5, (16, 1024): 32, (2, 16384): 256, (16, 8): 8, (16, 3): 1, (16, 37): 1}
+    assert {case: fused_segments.segments(*case) for case in counts} == counts
 
 
 @pytest.mark.usefixtures("kernels_alone")
@@ -140,6 +166,28 @@ def test_narrow_tokens_are_summed_wide(kind, dtype):
     assert max(distances(jax.tree.map(lambda leaf: np.asarray(leaf, "float64"), narrow), documents(63), narrow)) < 0.02
 
 
+def wide_keys(jaxpr, shape) -> int:
+    """How many wide arrays of keys' shape kernels are given, and make."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "pallas_call":
+            arrays = [leaf.aval for leaf in (*eqn.invars, *eqn.outvars)]
+            total += sum(leaf.shape == shape and leaf.dtype == jnp.float32 for leaf in arrays)
+            continue
+        inner = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else [value])]
+        total += sum(wide_keys(getattr(x, "jaxpr", x), shape) for x in inner if hasattr(getattr(x, "jaxpr", x), "eqns"))
+    return total
+
+
+def test_narrow_keys_are_made_wide_nowhere():
+    """Only log decays are: scaled by in both passes, and in three launches that add up what they get."""
+    narrow = {
+        name: jnp.asarray(leaf, "bfloat16" if name in "qkv" else "float32") for name, leaf in inputs("kda", 32).items()
+    }
+    run = jax.make_jaxpr(jax.grad(lambda x: sum(map(jnp.sum, interpreted(x, None)))))
+    assert wide_keys(run(narrow).jaxpr, narrow["k"].shape) == 2 + 3 + 5
+
+
 @pytest.mark.scale
 def test_devices_keep_their_rows_and_heads():
     """On a mesh the result is the same, and no device is sent another's tokens."""
@@ -179,5 +227,7 @@ def test_kernels_lower_for_a_gpu(kind, dtype):
 
     with made_for("NVIDIA H200"):
         text = jax.jit(pulled).trace(x, documents(200)).lower(lowering_platforms=("cuda",)).as_text()
-    made = "scaled solved states outputs pulled readers writers"
-    assert all(f'name = "dplr_{name}' in text for name in made.split())
+    made = ["scaled", "solved", "states", "outputs", "pulled"]
+    made += [f"gradient_{name}" for name in ("qab" if kind == "kda" else "qabkv")]
+    assert all(f'name = "dplr_{name}"' in text for name in made)
+    assert text.count('name = "dplr_states"') == 6  # in segments: forward, what they do to states and add, and again

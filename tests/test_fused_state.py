@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from model.ops import fused_channels, matrix_state
+from model.ops import fused_channels, fused_segments, matrix_state
 from model.ops import fused_delta as delta
 from model.ops.fused_state import fused_state
 from tests.test_fused_ssd import made_for
@@ -114,9 +114,10 @@ def test_a_chunk_may_be_longer_than_a_row(kind):
 
 
 @pytest.mark.scale
+@pytest.mark.parametrize("wanted", [8, 32])  # one segment of eight chunks, or four of two
 @pytest.mark.parametrize("kind", ["delta", "gated delta"])
-def test_segments_at_once_are_one_after_another(kind, monkeypatch):
-    monkeypatch.setattr(delta, "PROGRAMS", 32)  # eight segments of a chunk each
+def test_segments_at_once_are_one_after_another(kind, wanted, monkeypatch):
+    monkeypatch.setattr(fused_segments, "WANTED", wanted)
     assert distance(kind, inputs(kind, 120, strength=0.1), documents(120)) < 2e-6
 
 

@@ -42,12 +42,17 @@ times = partial(jnp.matmul, precision=lax.Precision.HIGHEST)
 def spelt_out(tokens: Tokens, dtype: jax.typing.DTypeLike) -> tuple[Array, Array, Array, Array, Array | None, Array]:
     """q, k, v, w, a, b of the first form, wide, w `[..., 1 or K]`; a is None where it is -k."""
     t = {name: leaf.astype(dtype) for name, leaf in tokens.items()}
-    q, k, v = t["q"], t["k"], t["v"]
-    w = t.get("w", jnp.zeros(q.shape[:-1], dtype))
-    w = w if w.ndim == q.ndim else w[..., None]
+    q, k, v, w = t["q"], t["k"], t["v"], log_decays(tokens, dtype)
     if "beta" in t:
         return q, t["beta"][..., None] * k, v, w, None, jnp.exp(w) * k
     return q, k, v, w, t["a"], t["b"]
+
+
+def log_decays(tokens: Tokens, dtype: jax.typing.DTypeLike) -> Array:
+    """`[..., 1 or K]`, wide."""
+    q = tokens["q"]
+    w = tokens["w"].astype(dtype) if "w" in tokens else jnp.zeros(q.shape[:-1], dtype)
+    return w if w.ndim == q.ndim else w[..., None]
 
 
 def forgetting(tokens: Tokens, keep: Array | None, dtype: jax.typing.DTypeLike) -> Tokens:
@@ -230,20 +235,18 @@ def fused_general(
     """Where channels decay by themselves, or corrections are in other directions than a key's."""
     from model.ops.fused_dplr import fused_dplr  # here, as above
 
-    _, k, _, w, a, b = spelt_out(tokens, h0.dtype)
-    k, a, b = (None, k, -b) if a is None else (tokens["k"], tokens["a"], tokens["b"])
-    q, v = tokens["q"], tokens["v"]
-    v = v.astype(h0.dtype) if v.dtype == jnp.float16 else v  # which has no room for numbers measured from a middle
-    opens = None if keep is None else ~keep
-    y, h = fused_dplr(q, k, v, jnp.broadcast_to(w, q.shape), a, b, h0, opens, by_products, chunk, interpret)
-    return y.astype(h0.dtype), h
+    q, v, wide = tokens["q"], tokens["v"], h0.dtype
+    v = v.astype(wide) if v.dtype == jnp.float16 else v  # which has no room for numbers measured from a middle
+    tokens = tokens | dict(v=v, w=jnp.broadcast_to(log_decays(tokens, wide), q.shape))
+    tokens |= dict(beta=tokens["beta"].astype(wide)) if "beta" in tokens else {}
+    y, h = fused_dplr(tokens, h0, None if keep is None else ~keep, by_products, chunk, interpret)
+    return y.astype(wide), h
 
 
-def by_products(q, k, v, w, a, b, h0, opens) -> tuple[Array, Array]:
-    """Outputs and the last state, whatever the decays; without k, values are written along a."""
-    tokens = dict(q=q, k=a if k is None else k, v=v, w=w, a=a, b=b)
+def by_products(tokens: Tokens, h0: Array, opens: Array | None) -> tuple[Array, Array]:
+    """Outputs and the last state, whatever the decays."""
     y, h = chunks_in_turn(forgetting(tokens, None if opens is None else ~opens, h0.dtype), h0)
-    return y.astype(v.dtype), h
+    return y.astype(tokens["v"].dtype), h
 
 
 def general(tokens: Tokens) -> bool:

@@ -5,8 +5,8 @@
 With u_t = beta_t (v_t - e^{a_t} h_{t-1}^T k_t) this is linear attention with values u. Within a chunk they solve
 (I + A) u = beta (v - k h), A below its diagonal, h the state before the chunk, all decayed: so u = T beta v - W h with
 T = (I + A)^{-1} and W = T beta k. `solved` finds T, W and T beta v in every chunk; `states` runs over the chunks of a
-segment, all segments at once, after a run without outputs has found the state that each begins with; outputs are those
-of linear attention. Letters as in model/ops/fused_state.py; S segments.
+segment, all segments at once, as model/ops/fused_segments.py has it; outputs are those of linear attention. Letters as
+in model/ops/fused_state.py; S segments.
 """
 
 from functools import partial
@@ -21,6 +21,16 @@ from jax.experimental.pallas.triton import dot
 from model.ops import fused_state as linear
 from model.ops.decays import STRONGEST, filled, in_chunks
 from model.ops.fused_channels import meeting
+from model.ops.fused_segments import (
+    TILE,
+    in_turn,
+    keys_seen,
+    maps_of,
+    segment_seen,
+    starts_of,
+    states_seen,
+    values_seen,
+)
 from model.ops.fused_state import (
     Past,
     Refs,
@@ -40,14 +50,6 @@ from model.ops.fused_state import (
 )
 
 Array = jax.Array
-
-PROGRAMS = 128  # enough to fill a large GPU
-TILE = 16  # values of a state's rows that one program carries
-
-
-def in_turn(dtype: Any) -> tuple[int, int]:
-    """Warps and stages of a kernel that goes from chunk to chunk: wide numbers take twice the room on the chip."""
-    return 4, max(1, 4 // jnp.dtype(dtype).itemsize)
 
 
 def inverse(A: Array, exact: Any) -> Array:
@@ -139,11 +141,9 @@ def states(given: dict[str, Array | None], past: Past, start: Array, chunk: int,
     """
     (B, S, H, K, V), L, dtype = start.shape, given["w"].shape[1], given["w"].dtype
     R = min(V, TILE)
-    key = pl.BlockSpec((None, L // S, None, K), lambda h, t, s: (s // S, s % S, h, 0))
-    value = pl.BlockSpec((None, L // S, None, R), lambda h, t, s: (s // S, s % S, h, t))
+    key, value, segment = keys_seen(L, S, K), values_seen(L, S, R), segment_seen(S, K, R)
     token = pl.BlockSpec((None, None, L // S), lambda h, t, s: (s // S, h, s % S))
     chunks = pl.BlockSpec((None, None, L // S // chunk), lambda h, t, s: (s // S, h, s % S))
-    segment = pl.BlockSpec((None, None, None, K, R), lambda h, t, s: (s // S, s % S, h, 0, t))
     blocks = dict(w=key, k=key, q=key, u=value, dy=value)
     seen = {name: (leaf, blocks[name]) for name, leaf in given.items()}
     flat = {"to_end": past.to_end, "to_token": past.to_token if reverse else None}
@@ -151,49 +151,10 @@ def states(given: dict[str, Array | None], past: Past, start: Array, chunk: int,
     seen |= dict(total=(past.total, chunks), start=(start, segment))
     made = [(jax.ShapeDtypeStruct(start.shape, start.dtype), segment)]
     if every:
-        before = pl.BlockSpec((None, L // S // chunk, None, K, R), lambda h, t, s: (s // S, s % S, h, 0, t))
         made.insert(0, (jax.ShapeDtypeStruct((B, L, H, V), dtype), value))
-        made.insert(0, (jax.ShapeDtypeStruct((B, L // chunk, H, K, V), dtype), before))
+        made.insert(0, (jax.ShapeDtypeStruct((B, L // chunk, H, K, V), dtype), states_seen(L // chunk, S, K, R)))
     kernel = partial(states_kernel, chunk=chunk, reverse=reverse)
     return launch(kernel, "delta_states", (H, V // R, B * S), seen, made, in_turn(dtype), interpret)
-
-
-def segments(rows: int, chunks: int) -> int:
-    """How many parts of the length are worked on at once, a divisor of the number of chunks.
-
-    Finding where they begin takes two more runs, so that few of them are not worth it.
-    """
-    wanted = min(chunks, -(-PROGRAMS // rows))
-    found = next(n for n in range(wanted, 0, -1) if chunks % n == 0)
-    return found if found > 3 else 1
-
-
-def handed_on(maps: Array, ends: Array, h0: Array, reverse: bool = False) -> Array:
-    """What segments begin with, `[B, S, H, K, V]`, given what they end with from nothing, and h0 before the first.
-
-    maps: [B, S, H, K, K], what a segment makes of a state. In reverse: of gradients, from the end.
-    """
-    spec = "bhji,bhjv->bhiv" if reverse else "bhij,bhjv->bhiv"
-
-    def step(h, segment):
-        P, end = segment
-        return jnp.einsum(spec, P, h, precision=lax.Precision.HIGHEST) + end, h
-
-    turned = tuple(jnp.moveaxis(leaf, 1, 0) for leaf in (maps, ends))
-    return jnp.moveaxis(lax.scan(step, h0, turned, reverse=reverse, unroll=min(8, len(turned[0])))[1], 0, 1)
-
-
-def starts_of(w, k, u, past: Past, h0, chunk: int, interpret: bool) -> tuple[Array, Array | None]:
-    """The states that segments begin with, `[B, S, H, K, V]`, and what a segment makes of a state, if there are two."""
-    (B, L, H, K), V = k.shape, h0.shape[-1]
-    S = segments(B * H * max(1, V // TILE), L // chunk)
-    if S == 1:
-        return h0[:, None], None
-    eye = jnp.broadcast_to(jnp.eye(K, dtype=h0.dtype), (B, S, H, K, K))
-    nothing = jnp.zeros((B, S, H, K, V), h0.dtype)
-    (maps,) = states(dict(w=w, k=k, u=None), past, eye, chunk, False, False, interpret)
-    (ends,) = states(dict(w=w, k=k, u=u), past, nothing, chunk, False, False, interpret)
-    return handed_on(maps, ends, h0), maps
 
 
 def pulled_kernel(see: Refs, du):
@@ -261,8 +222,10 @@ def fused(q, k, v, beta, a, h0, documents, chunk: int, interpret: bool) -> tuple
 def fused_forward(q, k, v, beta, a, h0, documents, chunk, interpret):
     past = past_of(a, documents, q.shape[2], h0.dtype)
     w, u, T = solved(k, v, beta, past, None, chunk, interpret)
-    starts, maps = starts_of(w, k, u, past, h0, chunk, interpret)
-    before, u, ends = states(dict(w=w, k=k, u=u), past, starts, chunk, False, True, interpret)
+    run = partial(states, past=past, chunk=chunk, reverse=False, interpret=interpret)
+    maps = maps_of(partial(run, dict(w=w, k=k), every=False), h0, q.shape[1] // chunk)
+    starts = starts_of(partial(run, dict(w=w, k=k, u=u), every=False), maps, h0)
+    before, u, ends = run(dict(w=w, k=k, u=u), start=starts, every=True)
     y = linear.outputs(q, k, u, before, past, chunk, interpret)
     return (y, ends[:, -1]), (q, k, v, beta, a, documents, T, starts, maps)
 
@@ -274,11 +237,9 @@ def fused_backward(chunk, interpret, saved, g):
     w, u = solved(k, v, beta, past, T, chunk, interpret)
     before, u, _ = states(dict(w=w, k=k, u=u), past, starts, chunk, False, True, interpret)
     given = dict(w=w, k=k, q=q, u=pulled(q, k, dy, past, chunk, interpret), dy=dy)
-    ends = dh[:, None]
-    if maps is not None:
-        (own,) = states(given, past, jnp.zeros_like(starts), chunk, True, False, interpret)
-        ends = handed_on(maps, own, dh, reverse=True)
-    after, du, firsts = states(given, past, ends, chunk, True, True, interpret)
+    run = partial(states, given, past, chunk=chunk, reverse=True, interpret=interpret)
+    ends = starts_of(partial(run, every=False), maps, dh, reverse=True)
+    after, du, firsts = run(start=ends, every=True)
     dq, dk, _, da = linear.gradients(q, k, u, before, past, dy, after, chunk, interpret, values=False)
     dk, dv, d_beta, *d_past = keys(k, v, beta, T, u, du, before, dk, past, chunk, interpret)
     if d_past:

@@ -2,17 +2,18 @@
 
     h_t = diag(e^{w_t}) h_{t-1} + a_t (b_t^T h_{t-1}) + k_t v_t^T        y_t = q_t^T h_t
 
-or, with no k, a_t (b_t^T h_{t-1} + v_t^T) in place of the last two terms. Decays are measured from the middle of a
-chunk. With q and b times what is left of it at the token, k and a divided by that, and the state likewise, nothing
-decays any more; in a chunk that begins with h the tokens then find u = T (b h + P v), and
+or, given beta in place of a and b, h_t = (I - beta_t k_t k_t^T) diag(e^{w_t}) h_{t-1} + beta_t k_t v_t^T. Then a is
+beta k, b is -e^w k, and as v is written along a, there is no k beside. Decays are measured from the middle of a chunk.
+With q and b times what is left of it at the token, k and a divided by that, and the state likewise, nothing decays any
+more; in a chunk that begins with h the tokens then find u = T (b h + P v), and
 
-    y = q h + R u + S v        h' = h + a^T u + k^T v        T = (I - N)^{-1}
+    y = q h + R u + G v        h' = h + a^T u + k^T v        T = (I - N)^{-1}
 
-with N = b a^T and P = b k^T below their diagonals, R = q a^T and S = q k^T with them; with no k, P is the identity and
-S nothing. `solved` finds T, T b and T P v in every chunk; `states` goes over the chunks, for a few columns of the state
-a program. Gradients of states run through the same kernel from the end, with E = T^T du for u. All that needs chunks
-that decay little: a call with any other is left to products that take any decay. Letters as in
-model/ops/fused_state.py.
+with N = b a^T and P = b k^T below their diagonals, R = q a^T and G = q k^T with them; with no k, P is the identity and
+G nothing. `solved` finds T, T b and T P v in every chunk; `states` goes over the chunks of segments, as in
+model/ops/fused_segments.py. Gradients of states run through the same kernel from the end, with E = T^T du for u. All
+that needs chunks that decay little: a call with any other is left to products that take any decay. Letters as in
+model/ops/fused_state.py; S segments.
 """
 
 from collections.abc import Callable
@@ -27,12 +28,25 @@ from jax.experimental.pallas.triton import dot
 
 from model.ops.decays import STRONGEST, filled, in_chunks
 from model.ops.fused_channels import LITTLE, cuts, from_middle, halves, rows, same_document, summed
-from model.ops.fused_delta import in_turn, inverse
+from model.ops.fused_delta import inverse
+from model.ops.fused_segments import (
+    TILE,
+    in_turn,
+    keys_seen,
+    maps_of,
+    segment_seen,
+    starts_of,
+    states_seen,
+    values_seen,
+)
 from model.ops.fused_state import Refs, by_chunk, fitting, launch, on_each_device, sides, state_seen, tokens_seen
 
 Array = jax.Array
+Tokens = dict[str, Array]
 
-TILE = 16  # values of a state's rows that one program carries
+# What is beside a name in what tokens add to states, a u^T + k v^T, and to their gradients, q dy^T + b e^T.
+BESIDE = dict(a="u", k="v", q="dy", b="e")
+READ = ("q", "dy", "b", "e")  # of the state before; the others write, and see the gradient of the later state
 
 
 class Scaled(NamedTuple):
@@ -47,25 +61,46 @@ class Scaled(NamedTuple):
     ends: Array  # and as it ends
 
 
+class Found(NamedTuple):
+    """What the backward pass takes over."""
+
+    T: Array  # [B, L, H, Q]
+    starts: Array  # the states that segments begin with, [B, S, H, K, V]
+    maps: Array | None  # what they make of a state, [B, S, H, K, K], where there are several
+
+
 # Kernels of one head of one chunk. q, k, a, b, w: [Q, K]; v, y, dy, u, e: [Q, V]; T: [Q, Q]; before, after: [K, V].
 
 
+def with_own(name: str, see: Refs) -> int:
+    """1 where tokens of a name are scaled by their own decay too, else 0: b reads the state before that, unless given
+    beta, when it has that decay itself."""
+    return 0 if name == "b" and "beta" not in see else 1
+
+
+def unscaled(name: str, see: Refs) -> Array:
+    if "beta" not in see or name == "q":
+        return see[name][...]
+    return see["beta"][...] * see["key"][...] if name == "a" else -see["key"][...]
+
+
 def to_scale(name: str, see: Refs, narrow: Any) -> Array:
-    """The logs of what tokens of a name are multiplied by: decays from the chunk's middle, or for writers towards it.
-
-    b reads the state before its own token's decay.
-    """
+    """The logs of what tokens of a name are multiplied by: decays from the chunk's middle, or towards it."""
     row, _ = sides(see["w"].shape[0])
-    s = from_middle(see["w"][...], row if name == "b" else row + 1, narrow)
-    return s if name in "qb" else -s
+    s = from_middle(see["w"][...], row + with_own(name, see), narrow)
+    return s if name in READ else -s
 
 
-def scaled_kernel(see: Refs, begins, ends, *made, names: tuple[str, ...]):
-    """Scaled tokens, by name, and what scales states, [1, K]."""
-    for out, half in zip((begins, ends), halves(see["w"][...]), strict=True):
-        out[...] = jnp.exp(half)[None, :]
-    for out, name in zip(made, names, strict=True):
-        out[...] = (see[name][...] * jnp.exp(to_scale(name, see, out.dtype))).astype(out.dtype)
+def scaled_kernel(see: Refs, *made, names: tuple[str, ...]):
+    """What scales states as a chunk begins and ends, [1, K], and scaled tokens, by name.
+
+    All is found before any is stored: after that, what names share would be fetched and summed again.
+    """
+    narrow = made[-1].dtype
+    found = [jnp.exp(half)[None, :] for half in halves(see["w"][...])]
+    found += [(unscaled(name, see) * jnp.exp(to_scale(name, see, narrow))).astype(narrow) for name in names]
+    for out, numbers in zip(made, found, strict=True):
+        out[...] = numbers
 
 
 def product(see: Refs, reader: str, written: str) -> Array:
@@ -75,6 +110,23 @@ def product(see: Refs, reader: str, written: str) -> Array:
     seen = seen if reader in ("q", "dy") else seen & (row > column)
     met = dot(see[reader][...], see[written][...], trans_b=True)
     return jnp.where(seen, met, 0).astype(see[reader].dtype)
+
+
+def of_state(see: Refs, name: str) -> Array:
+    """What tokens read of the state before the chunk; or, of the later state's gradient, what they write gets."""
+    state, seen = ("before", "first") if name in READ else ("after", "last")
+    return rows(dot(see[name][...], see[state][...], trans_b=name not in BESIDE), see, seen)
+
+
+def of_tokens(see: Refs, name: str) -> Array:
+    """Likewise, of the tokens of the chunk: what is beside the names that they meet."""
+    reads, got = name in READ, 0
+    for pair in BESIDE.items():
+        met, beside = pair if name in BESIDE else pair[::-1]
+        if met in see and (met in READ) != reads:
+            weights = product(see, name, met) if reads else product(see, met, name)
+            got += dot(weights, see[beside][...], trans_a=not reads)
+    return got
 
 
 def solved_kernel(see: Refs, W, own, *found):
@@ -94,11 +146,9 @@ def solved_kernel(see: Refs, W, own, *found):
     own[...] = dot(T, v).astype(own.dtype)
 
 
-def outputs_kernel(see: Refs, y):
-    y_now = rows(dot(see["q"][...], see["before"][...]), see, "first") + dot(product(see, "q", "a"), see["u"][...])
-    if "k" in see:
-        y_now += dot(product(see, "q", "k"), see["v"][...])
-    y[...] = y_now.astype(y.dtype)
+def values_kernel(see: Refs, out, *, name: str):
+    """Outputs, by q; what values get, by k."""
+    out[...] = (of_state(see, name) + of_tokens(see, name)).astype(out.dtype)
 
 
 def pulled_kernel(see: Refs, D, own):
@@ -109,65 +159,58 @@ def pulled_kernel(see: Refs, D, own):
     own[...] = dot(T, du, trans_a=True).astype(own.dtype)
 
 
-def readers_kernel(see: Refs, dq, db, dw):
-    """What queries and b get: of the state before the chunk, and of what is written in it; and so log decays."""
-    narrow = see["q"].dtype
-    row, column = sides(see["q"].shape[0])
-    total = jnp.zeros(dw.shape, dw.dtype)
-    # All decays up to a token are in what it is multiplied by.
-    for name, reader, out, later in (("q", "dy", dq, row <= column), ("b", "e", db, row < column)):
-        got = rows(dot(see[reader][...], see["before"][...], trans_b=True), see, "first")
-        got += dot(product(see, reader, "u"), see["a"][...])
-        if "k" in see:
-            got += dot(product(see, reader, "v"), see["k"][...])
-        out[...] = (got * jnp.exp(to_scale(name, see, narrow))).astype(out.dtype)
-        total += summed(later, got * see[name][...], narrow)
-    dw[...] = total
+def gradient_kernel(see: Refs, d, dw, *d_beta, name: str):
+    """What tokens of a name get, and log decays by them, on top of what these have got by other names.
 
-
-def writers_kernel(see: Refs, dw, da, *others):
-    """What a, keys, values and log decays get, given what these got of readers."""
-    narrow = see["a"].dtype
-    row, column = sides(see["a"].shape[0])
-    # Every decay is in the state after the chunk: this, times what it gets.
-    end = jnp.sum(see["before"][...].astype(dw.dtype) * see["after"][...], axis=1)
-    end = end if "documents" not in see else jnp.where(see["none"][...] != 0, end, 0)
-    total = see["dw"][...]
-    for name, value, out in (("a", "u", da), *([("k", "v", others[0])] if others else [])):
-        got = rows(dot(see[value][...], see["after"][...], trans_b=True), see, "last")
-        end += jnp.sum(got * see[name][...], axis=0)
-        got += dot(product(see, "dy", value), see["q"][...], trans_a=True)
-        got += dot(product(see, "e", value), see["b"][...], trans_a=True)
-        out[...] = (got * jnp.exp(to_scale(name, see, narrow))).astype(out.dtype)
-        total -= summed(row <= column, got * see[name][...], narrow)
-    dw[...] = total + end[None, :]
-    if others:
-        dv = rows(dot(see["k"][...], see["after"][...]), see, "last")
-        dv += dot(product(see, "q", "k"), see["dy"][...], trans_a=True)
-        dv += dot(product(see, "b", "k"), see["e"][...], trans_a=True)
-        others[1][...] = dv.astype(others[1].dtype)
+    One name a launch, and what is summed up elsewhere fetched last: the registers hold no more. Given beta, keys get
+    what b gets and then what a gets.
+    """
+    narrow, wide = see[name].dtype, dw.dtype
+    row, column = sides(see[name].shape[0])
+    # All decays of the chunk are in the state after it, so they get that, times what it gets: the first launch takes
+    # what is left of the state before, the others what their tokens write.
+    to_all = jnp.zeros(dw.shape[1:], wide)
+    if "dw" not in see:
+        kept = jnp.sum(see["before"][...].astype(wide) * see["after"][...], axis=1)
+        to_all = kept if "documents" not in see else jnp.where(see["none"][...] != 0, kept, 0)
+    got = of_state(see, BESIDE[name])
+    if name not in READ:
+        to_all += jnp.sum(got * see[name][...], axis=0)
+    got += of_tokens(see, BESIDE[name])
+    to_token = got * jnp.exp(to_scale(name, see, narrow))
+    if d_beta:
+        d_beta[0][...] = jnp.sum(to_token * see["key"][...], axis=1)[:, None]
+        to_token = see["dk"][...] + see["beta"][...] * to_token
+    elif name == "b" and "beta" in see:
+        to_token = -to_token
+    d[...] = to_token.astype(d.dtype)
+    # All decays up to a token are in what it is multiplied or divided by.
+    total = summed(row < column + with_own(name, see), got * see[name][...], narrow)
+    total = (total if name in READ else -total) + to_all[None, :]
+    dw[...] = total + see["dw"][...] if "dw" in see else total
 
 
 def on_chunks(name: str, kernel: Callable, given: dict, made: list, documents, chunk: int, interpret: bool) -> list:
-    """A kernel run on every head of every chunk, given tokens `[B, L, H, ...]` and states `[B, M, H, ...]` by name."""
+    """A kernel run on heads of chunks, by name given tokens, `[B, L, H, ...]`, and then states, `[B, M, H, ...]`."""
 
     def seen(leaf):
         return tokens_seen(chunk, leaf.shape[-1]) if leaf.ndim == 4 else state_seen(*leaf.shape[-2:])
 
-    B, L, H, _ = given["a"].shape
+    B, L, H, _ = next(iter(given.values())).shape
     given = {name: (leaf, seen(leaf)) for name, leaf in given.items() if leaf is not None}
     given |= cuts(documents, chunk)
     made = [(shape, seen(shape)) for shape in made]
     return launch(kernel, f"dplr_{name}", (H, L // chunk, B), given, made, by_chunk(chunk), interpret)
 
 
-def states_kernel(see: Refs, every, found, end, *, chunk: int, reverse: bool):
-    """States over all chunks, for a tile of values: scaled as a chunk begins, and again as it ends.
+def states_kernel(see: Refs, *out, chunk: int, reverse: bool):
+    """States over a segment's chunks, for a tile of values: scaled as a chunk begins, and again as it ends.
 
     w, a, k: [L, K]; u, v: [L, V]; seen: [L]; kept: [M]; begins, ends: [M, K]; start: [K, V]. Out: the scaled states of
-    chunks, [M, K, V], what tokens find, [L, V], and the last state.
+    chunks, [M, K, V], what tokens find, [L, V], and the last state; or that alone.
     """
-    w, a, u = see["w"], see["a"], see["u"]
+    *every, end = out
+    w, a = see["w"], see["a"]
     M, narrow = w.shape[0] // chunk, w.dtype
 
     def step(i, h):
@@ -179,9 +222,11 @@ def states_kernel(see: Refs, every, found, end, *, chunk: int, reverse: bool):
 
         h *= see["begins"][i, :][:, None]
         now = h.astype(narrow)
-        new = u[tokens, :] + dot(w[tokens, :], now)
-        every[i, :, :] = now
-        found[tokens, :] = new.astype(narrow)
+        new = dot(w[tokens, :], now)
+        new = new + see["u"][tokens, :] if "u" in see else new
+        if every:
+            every[0][i, :, :] = now
+            every[1][tokens, :] = new.astype(narrow)
         added = dot(a[tokens, :], written(new), trans_a=True)
         if "k" in see:
             added += dot(see["k"][tokens, :], written(see["v"][tokens, :]), trans_a=True)
@@ -191,44 +236,48 @@ def states_kernel(see: Refs, every, found, end, *, chunk: int, reverse: bool):
     end[...] = lax.fori_loop(0, M, step, see["start"][...])
 
 
-def states(given: dict[str, Array], begins, ends, start, reverse: bool, documents, chunk: int, interpret: bool) -> list:
-    """The scaled states of chunks, `[B, M, H, K, V]`, what tokens find, `[B, L, H, V]`, and the last state, as start.
+def states(given: Tokens, begins, ends, start, reverse: bool, every: bool, documents, chunk: int, interpret) -> list:
+    """The states that segments end with, `[B, S, H, K, V]`, as start; before them, if asked for, the scaled states of
+    chunks, `[B, M, H, K, V]`, and what tokens find, `[B, L, H, V]`.
 
     In reverse: their gradients, from the end. given: w, a, k, u and v; begins, ends: [B, M, H, K].
     """
-    (B, H, K, V), (_, L, _, _), dtype = start.shape, given["w"].shape, given["w"].dtype
+    (B, S, H, K, V), (_, L, _, _), dtype = start.shape, given["w"].shape, given["w"].dtype
     M, R = L // chunk, min(V, TILE)
-    key = pl.BlockSpec((None, L, None, K), lambda h, t, b: (b, 0, h, 0))
-    value = pl.BlockSpec((None, L, None, R), lambda h, t, b: (b, 0, h, t))
-    scale = pl.BlockSpec((None, M, None, K), lambda h, t, b: (b, 0, h, 0))
-    one = pl.BlockSpec((None, None, K, R), lambda h, t, b: (b, h, 0, t))
-    every = pl.BlockSpec((None, M, None, K, R), lambda h, t, b: (b, 0, h, 0, t))
+    key, value, scale, segment = keys_seen(L, S, K), values_seen(L, S, R), keys_seen(M, S, K), segment_seen(S, K, R)
     blocks = dict(w=key, a=key, k=key, u=value, v=value)
     seen = {name: (leaf, blocks[name]) for name, leaf in given.items()}
-    seen |= dict(begins=(begins, scale), ends=(ends, scale), start=(start, one))
+    seen |= dict(begins=(begins, scale), ends=(ends, scale), start=(start, segment))
     if documents is not None:
         # The state before a chunk meets its first document, that after it the last.
         met = documents == (0 if reverse else documents[..., -1:])
         flat = dict(seen=met.reshape(B, L).astype(dtype), kept=(documents[..., -1] == 0).astype(start.dtype))
-        seen |= {
-            name: (leaf, pl.BlockSpec((None, leaf.shape[1]), lambda h, t, b: (b, 0))) for name, leaf in flat.items()
-        }
-    made = [((B, M, H, K, V), dtype, every), ((B, L, H, V), dtype, value), (start.shape, start.dtype, one)]
+        for name, leaf in flat.items():
+            seen[name] = leaf, pl.BlockSpec((None, leaf.shape[1] // S), lambda h, t, s: (s // S, s % S))
+    made = [((B, M, H, K, V), dtype, states_seen(M, S, K, R)), ((B, L, H, V), dtype, value)] if every else []
+    made += [(start.shape, start.dtype, segment)]
     made = [(jax.ShapeDtypeStruct(shape, dtype), block) for shape, dtype, block in made]
     kernel = partial(states_kernel, chunk=chunk, reverse=reverse)
-    return launch(kernel, "dplr_states", (H, V // R, B), seen, made, in_turn(dtype), interpret)
+    return launch(kernel, "dplr_states", (H, V // R, B * S), seen, made, in_turn(dtype), interpret)
 
 
 def shape_of(x: Array, dtype: Any = None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype)
 
 
-def scaled(q, k, v, w, a, b, run: Callable) -> Scaled:
-    tokens = {name: leaf for name, leaf in dict(q=q, k=k, a=a, b=b).items() if leaf is not None}
+def keys_of(tokens: Tokens) -> dict[str, Array]:
+    """What a and b are made of where they are not given; beta: [B, L, H, 1]."""
+    return dict(key=tokens["k"], beta=tokens["beta"][..., None]) if "beta" in tokens else {}
+
+
+def scaled(tokens: Tokens, run: Callable) -> Scaled:
+    v, w, keys = tokens["v"], tokens["w"], keys_of(tokens)
     B, M, H, K = w.shape[0], w.shape[1] // run.keywords["chunk"], *w.shape[2:]
-    made = [jax.ShapeDtypeStruct((B, M, H, 1, K), w.dtype)] * 2 + [shape_of(w, v.dtype)] * len(tokens)
-    begins, ends, *found = run("scaled", partial(scaled_kernel, names=tuple(tokens)), tokens | dict(w=w), made)
-    found = dict(k=None) | dict(zip(tokens, found, strict=True))
+    names = ("q", "a", "b") if keys else ("q", "a", "b", "k")
+    given = dict(q=tokens["q"], w=w) | (keys or {name: tokens[name] for name in names})
+    made = [jax.ShapeDtypeStruct((B, M, H, 1, K), w.dtype)] * 2 + [shape_of(w, v.dtype)] * len(names)
+    begins, ends, *found = run("scaled", partial(scaled_kernel, names=names), given, made)
+    found = dict(k=None) | dict(zip(names, found, strict=True))
     return Scaled(**found, v=v, begins=begins[:, :, :, 0], ends=ends[:, :, :, 0])
 
 
@@ -237,39 +286,58 @@ def values_of(x: Scaled) -> dict[str, Array]:
     return {} if x.k is None else dict(k=x.k, v=x.v)
 
 
-def states_of(x: Scaled, T: Array | None, h0: Array, run: Callable) -> tuple[Array, ...]:
-    """T, unless it is given, the scaled states of chunks, what tokens find, and the last state."""
+def solved(x: Scaled, T: Array | None, run: Callable) -> list[Array]:
+    """T b, T P v, and T, unless it is given."""
     B, L, H, _ = x.a.shape
     made = [shape_of(x.b), shape_of(x.v)]
     made += [jax.ShapeDtypeStruct((B, L, H, run.keywords["chunk"]), x.b.dtype)] if T is None else []
-    W, own, *found = run("solved", solved_kernel, dict(a=x.a, b=x.b, k=x.k, v=x.v, T=T), made)
-    return *found, *states(dict(w=W, a=x.a, u=own, **values_of(x)), x.begins, x.ends, h0, False, **run.keywords)
+    return run("solved", solved_kernel, dict(a=x.a, b=x.b, k=x.k, v=x.v, T=T), made)
 
 
-def by_kernels(q, k, v, w, a, b, h0, opens, chunk: int, interpret: bool) -> tuple[Array, Array, Array]:
-    """Outputs, the last state and T."""
+def by_kernels(tokens: Tokens, h0, opens, chunk: int, interpret: bool) -> tuple[Array, Array, Found]:
+    """Outputs, the last state, and what the backward pass is not to find again."""
     run = partial(on_chunks, documents=documents_of(opens, chunk), chunk=chunk, interpret=interpret)
-    x = scaled(q, k, v, w, a, b, run)
-    T, before, u, h = states_of(x, None, h0, run)
+    x = scaled(tokens, run)
+    W, own, T = solved(x, None, run)
+    given = dict(w=W, a=x.a, u=own, **values_of(x))
+    onward = partial(states, begins=x.begins, ends=x.ends, reverse=False, **run.keywords)
+    maps = maps_of(partial(onward, dict(w=W, a=x.a), every=False), h0, W.shape[1] // chunk)
+    starts = starts_of(partial(onward, given, every=False), maps, h0)
+    before, u, ends = onward(given, start=starts, every=True)
     given = dict(q=x.q, a=x.a, u=u, before=before, **values_of(x))
-    (y,) = run("outputs", outputs_kernel, given, [shape_of(v)])
-    return y, h, T
+    (y,) = run("outputs", partial(values_kernel, name="q"), given, [shape_of(x.v)])
+    return y, ends[:, -1], Found(T, starts, maps)
 
 
-def back_by_kernels(q, k, v, w, a, b, h0, opens, T, dy, dh, chunk: int, interpret: bool) -> tuple[Array | None, ...]:
-    """What q, k, v, w, a, b and h0 get."""
+def back_by_kernels(tokens: Tokens, h0, opens, found: Found, dy, dh, chunk: int, interpret) -> tuple[Tokens, Array]:
+    """What tokens and h0 get."""
+    T, starts, maps = found
     run = partial(on_chunks, documents=documents_of(opens, chunk), chunk=chunk, interpret=interpret)
-    x = scaled(q, k, v, w, a, b, run)
-    before, u, _ = states_of(x, T, h0, run)
+    x = scaled(tokens, run)
+    W, own = solved(x, T, run)
+    given = dict(w=W, a=x.a, u=own, **values_of(x))
+    before, u, _ = states(given, x.begins, x.ends, starts, reverse=False, every=True, **run.keywords)
     D, own = run("pulled", pulled_kernel, dict(q=x.q, a=x.a, dy=dy, T=T), [shape_of(x.a), shape_of(dy)])
     given = dict(w=D, a=x.b, u=own, k=x.q, v=dy)
-    after, e, dh0 = states(given, x.ends, x.begins, dh, True, **run.keywords)
-    given = dict(q=x.q, a=x.a, b=x.b, w=w, u=u, dy=dy, e=e, before=before, **values_of(x))
-    dq, db, dw = run("readers", readers_kernel, given, [shape_of(q), shape_of(b), shape_of(w)])
-    made = [shape_of(w), shape_of(a)] + ([] if k is None else [shape_of(k), shape_of(v)])
-    dw, da, *others = run("writers", writers_kernel, given | dict(dw=dw, after=after), made)
-    dk, dv = others or (None, e)
-    return dq, dk, dv, dw, da, db, dh0
+    back = partial(states, given, begins=x.ends, ends=x.begins, reverse=True, **run.keywords)
+    lasts = starts_of(partial(back, every=False), maps, dh, reverse=True)
+    after, e, firsts = back(start=lasts, every=True)
+    w, k, keys = tokens["w"], tokens["k"], keys_of(tokens)
+    given = dict(q=x.q, a=x.a, b=x.b, w=w, u=u, dy=dy, e=e, before=before, after=after, **values_of(x), **keys)
+
+    def gradient(name: str, **got: Array) -> list[Array]:
+        made = [shape_of(tokens.get(name, k)), shape_of(w)] + ([shape_of(keys["beta"])] if "dk" in got else [])
+        return run(f"gradient_{name}", partial(gradient_kernel, name=name), given | got, made)
+
+    dq, dw = gradient("q")
+    db, dw = gradient("b", dw=dw)
+    if keys:
+        dk, dw, d_beta = gradient("a", dw=dw, dk=db)
+        return dict(q=dq, k=dk, v=e, w=dw, beta=d_beta[..., 0]), firsts[:, 0]
+    da, dw = gradient("a", dw=dw)
+    dk, dw = gradient("k", dw=dw)
+    (dv,) = run("gradient_v", partial(values_kernel, name="k"), given, [shape_of(x.v)])
+    return dict(q=dq, k=dk, v=dv, w=dw, a=da, b=db), firsts[:, 0]
 
 
 def documents_of(opens: Array | None, chunk: int) -> Array | None:
@@ -277,65 +345,55 @@ def documents_of(opens: Array | None, chunk: int) -> Array | None:
     return None if opens is None else jnp.cumsum(in_chunks(opens, chunk), axis=-1, dtype=jnp.int32)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(8, 9, 10))
-def fused(q, k, v, w, a, b, h0, opens, otherwise: Callable, chunk: int, interpret: bool) -> tuple[Array, Array]:
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def fused(tokens: Tokens, h0, opens, otherwise: Callable, chunk: int, interpret: bool) -> tuple[Array, Array]:
     """As `fused_dplr`, for whole chunks."""
-    return fused_forward(q, k, v, w, a, b, h0, opens, otherwise, chunk, interpret)[0]
+    return fused_forward(tokens, h0, opens, otherwise, chunk, interpret)[0]
 
 
-def fused_forward(q, k, v, w, a, b, h0, opens, otherwise, chunk, interpret):
-    given = q, k, v, w, a, b, h0, opens
-    little = jnp.min(jnp.sum(in_chunks(w, chunk // 2), axis=2)) >= -LITTLE
+def fused_forward(tokens, h0, opens, otherwise, chunk, interpret):
+    little = jnp.min(jnp.sum(in_chunks(tokens["w"], chunk // 2), axis=2)) >= -LITTLE
+    kernels = partial(by_kernels, chunk=chunk, interpret=interpret)
 
     def instead(*given):
-        return *otherwise(*given), jnp.zeros((*q.shape[:3], chunk), v.dtype)
+        *_, found = jax.eval_shape(kernels, *given)
+        return *otherwise(*given), jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), found)
 
-    y, h, T = lax.cond(little, partial(by_kernels, chunk=chunk, interpret=interpret), instead, *given)
-    return (y, h), (given, T, little)
+    y, h, found = lax.cond(little, kernels, instead, tokens, h0, opens)
+    return (y, h), (tokens, h0, opens, found, little)
 
 
 def fused_backward(otherwise, chunk, interpret, saved, g):
-    given, T, little = saved
+    *given, little = saved
 
-    def instead(*given):
-        *given, opens, _, dy, dh = given
-        return jax.vjp(lambda *given: otherwise(*given, opens), *given)[1]((dy, dh))
+    def instead(tokens, h0, opens, found, *g):
+        return jax.vjp(partial(otherwise, opens=opens), tokens, h0)[1](g)
 
     kernels = partial(back_by_kernels, chunk=chunk, interpret=interpret)
-    return *lax.cond(little, kernels, instead, *given, T, *g), None
+    return *lax.cond(little, kernels, instead, *given, *g), None
 
 
 fused.defvjp(fused_forward, fused_backward)
 
 
 def fused_dplr(
-    q: Array,
-    k: Array | None,
-    v: Array,
-    w: Array,
-    a: Array,
-    b: Array,
-    h0: Array,
-    opens: Array | None,
-    otherwise: Callable,
-    chunk: int,
-    interpret: bool = False,
+    tokens: Tokens, h0: Array, opens: Array | None, otherwise: Callable, chunk: int, interpret: bool = False
 ) -> tuple[Array, Array]:
     """Outputs `[B, L, H, V]` in v's dtype, and the last state.
 
-    q, k, a, b: [B, L, H, K], k perhaps None: v is then written along a; v: [B, L, H, V], bfloat16 or float32;
-    w: [B, L, H, K], log decays, not positive, wide; h0: [B, H, K, V], wide; opens: [B, L], true where the past is
-    forgotten; otherwise: what finds both of q to opens where a chunk decays strongly. K, V: 16, 32, 64 or 128;
-    chunk: 16 to 64.
+    tokens: q, k, [B, L, H, K]; v: [B, L, H, V], bfloat16 or float32; w: [B, L, H, K], log decays, not positive, wide;
+    and a and b, as k, or beta, [B, L, H], wide. h0: [B, H, K, V], wide; opens: [B, L], true where the past is
+    forgotten; otherwise: what finds both of tokens, h0 and opens where a chunk decays strongly. K, V: 16, 32, 64 or
+    128; chunk: 16 to 64.
     """
+    q, v, w = (tokens[name] for name in "qvw")
     B, L, H = q.shape[:3]
     chunk = fitting(chunk, q.astype(v.dtype), v)
     w = jnp.maximum(w, STRONGEST)
     w = w if opens is None else jnp.where(opens[..., None, None], 0, w)  # there is nothing that could decay
     # Filled up with tokens of zero and decays of none, which leave a state as it was.
-    tokens = [None if leaf is None else filled(leaf, chunk) for leaf in (q, k, v, w, a, b)]
+    tokens = {name: filled(leaf, chunk) for name, leaf in (tokens | dict(w=w)).items()}
     opens = None if opens is None else filled(opens, chunk)
     fixed = dict(otherwise=otherwise, chunk=chunk, interpret=interpret)
-    run = on_each_device(partial(fused, **fixed), B, H, tokens=6, states=1)
-    y, h = run(*tokens, h0, opens)
+    y, h = on_each_device(partial(fused, **fixed), B, H, tokens=1, states=1)(tokens, h0, opens)
     return y[:, :L], h

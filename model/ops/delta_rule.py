@@ -287,7 +287,6 @@ def delta_rule(
     tokens = dict(q=q, k=k, v=v, w=w, beta=beta, a=a, b=b)
     tokens = {name: leaf for name, leaf in tokens.items() if leaf is not None}
     if implementation is None:
-        unmet = lacking(tokens) or general(tokens)  # the kernels of these have not run on a GPU yet
-        implementation = "sequential" if q.shape[1] == 1 else "chunked" if unmet else "fused"
+        implementation = "sequential" if q.shape[1] == 1 else "chunked" if lacking(tokens) else "fused"
     run = choose("delta_rule implementation", implementation, IMPLEMENTATIONS)
     return run(tokens, h0, None if keep is None else keep.astype(bool))

@@ -268,7 +268,7 @@ def stepped(tokens: Inputs, others: tuple[Array, Array], share: Share | None) ->
     (x, dt, B, C, keep), (A, h0) = tokens, others
 
     def walk(h: Array) -> tuple[Array, Array]:
-        return stepped_selective(x, dt, A, B, C, h, keep, CHUNK)
+        return stepped_selective(x, dt, A, B, C, h, keep)
 
     if share is None:
         return walk(h0)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from model.ops import scan
 from model.ops.scan import IMPLEMENTATIONS, linear_scan, selective_scan
+from model.ops.stepped_selective import power_of_two
 from tests.host_mesh import made_for, mesh_of, on_mesh
 
 ALONE = [name for name in IMPLEMENTATIONS if name != "sharded"]
@@ -91,6 +92,16 @@ def test_a_walk_over_tokens_is_the_scan_and_its_gradient(L):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
     for mine, other in zip(jax.tree.leaves(step(arrays, None)), jax.tree.leaves(got), strict=True):
         np.testing.assert_array_equal(mine, other)
+
+
+def test_powers_of_two_are_those_of_the_library():
+    """Of whole numbers exactly, so that a step of length 0 keeps a state; beyond the ends, those of the ends."""
+    t = np.linspace(-126, 127, 100_001, dtype=np.float32)
+    np.testing.assert_allclose(jax.jit(power_of_two)(t), np.exp2(t.astype(np.float64)), rtol=1.2e-7)
+    whole = np.arange(-126, 128, dtype=np.float32)
+    np.testing.assert_array_equal(jax.jit(power_of_two)(whole), np.exp2(whole))
+    ends = power_of_two(jnp.array([-jnp.inf, -1e9, 1e9, jnp.inf, jnp.nan]))
+    np.testing.assert_array_equal(ends, [2.0**-126, 2.0**-126, 2.0**127, 2.0**127, np.nan])
 
 
 @pytest.mark.few(3)

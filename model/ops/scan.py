@@ -263,12 +263,12 @@ def kernels_lack(x: Array, A: Array) -> list[str]:
     return reasons
 
 
-def stepped(tokens: Inputs, others: tuple[Array, Array], share: Share | None) -> tuple[Array, Array]:
+def stepped(tokens: Inputs, others: tuple[Array, Array], share: Share | None, chunk: int) -> tuple[Array, Array]:
     """On each of the devices that share the length; a first walk finds what its stretch does to any state."""
     (x, dt, B, C, keep), (A, h0) = tokens, others
 
     def walk(h: Array) -> tuple[Array, Array]:
-        return stepped_selective(x, dt, A, B, C, h, keep, CHUNK)
+        return stepped_selective(x, dt, A, B, C, h, keep, chunk)
 
     if share is None:
         return walk(h0)
@@ -302,7 +302,9 @@ def selective_scan(
         cpu = placement.platform() == "cpu"
         implementation = "stepped" if cpu else None if kernels_lack(x, A) else "fused"
     if implementation == "stepped":
-        return on_stretches(stepped, (x, dt, B, C, keep), (A, h0))
+        # The gradient holds a chunk's states and decays: 2 MiB of each, so that they stay in the cache.
+        chunk = min(max(4, 2**21 // bytes_held(h0)), CHUNK)
+        return on_stretches(partial(stepped, chunk=chunk), (x, dt, B, C, keep), (A, h0))
     if implementation == "fused":
         refuse("scan", kernels_lack(x, A))
         from model.ops.fused_selective import fused_selective  # here: Pallas takes a second to load

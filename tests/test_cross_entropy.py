@@ -11,6 +11,7 @@ from model import build
 from model.asked import Asked
 from model.ops.cross_entropy import Readout, Targets, vocabulary_scores
 from tests.host_mesh import RULES, mesh_of, on_mesh
+from tests.jaxprs import equations
 from train import config as configs
 from train.sharding import in_force
 
@@ -74,6 +75,22 @@ def test_bfloat16_is_rounded_as_without_chunks():
     close(got[1][0], want[1][0], 2e-2)
 
 
+def test_no_logit_is_made_twice():
+    """A chunk's logits, and while they are there what vectors and table get: three products, as without chunks."""
+    given = example()
+    program = jax.make_jaxpr(lambda *given: judged("all", 5 * V, *given))(*given).jaxpr
+    products = [eqn.outvars[0].aval.shape for eqn in equations(program, "dot_general")]
+    assert sorted(products) == sorted([(5, V), (5, D), (V, D)])
+
+
+@pytest.mark.parametrize("room", [PLAIN, V])
+def test_the_sum_alone_has_a_gradient(room):
+    """Or a loss of one's own making would train small models and leave others as they were."""
+    x, table, _, _, ids = example()
+    slope = jax.grad(lambda x: vocabulary_scores(x, table, None, Readout(), Targets(ids), room).loss.sum())(x)
+    assert not slope.any()
+
+
 def test_a_target_ties_with_the_first_alone():
     """Answers that are equally likely: the first counts, as it does for argmax."""
     x, table = jnp.ones((2, 1)), jnp.zeros((V, 1))
@@ -131,3 +148,4 @@ def test_models_score_what_they_would_answer(kind):
     want = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, :2, None], -1)[..., 0]
     np.testing.assert_allclose(found.loss, want, rtol=1e-5)  # before the target both are NaN
     np.testing.assert_array_equal(found.hits, (logits.argmax(-1) == tokens[:, :2]) & ~jnp.isnan(want))
+    assert jnp.isnan(found.total) == jnp.isnan(want).any()

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from model.ops import delta_rule as op
 from model.ops import fused_segments
 from model.ops.decays import FORGET
+from tests.jaxprs import equations
 from tests.test_fused_ssd import made_for
 
 B, H, K, V, Q = 2, 2, 16, 32, 16
@@ -166,26 +167,15 @@ def test_narrow_tokens_are_summed_wide(kind, dtype):
     assert max(distances(jax.tree.map(lambda leaf: np.asarray(leaf, "float64"), narrow), documents(63), narrow)) < 0.02
 
 
-def wide_keys(jaxpr, shape) -> int:
-    """How many wide arrays of keys' shape kernels are given, and make."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "pallas_call":
-            arrays = [leaf.aval for leaf in (*eqn.invars, *eqn.outvars)]
-            total += sum(leaf.shape == shape and leaf.dtype == jnp.float32 for leaf in arrays)
-            continue
-        inner = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else [value])]
-        total += sum(wide_keys(getattr(x, "jaxpr", x), shape) for x in inner if hasattr(getattr(x, "jaxpr", x), "eqns"))
-    return total
-
-
 def test_narrow_keys_are_made_wide_nowhere():
     """Only log decays are: scaled by in both passes, and in three launches that add up what they get."""
     narrow = {
         name: jnp.asarray(leaf, "bfloat16" if name in "qkv" else "float32") for name, leaf in inputs("kda", 32).items()
     }
-    run = jax.make_jaxpr(jax.grad(lambda x: sum(map(jnp.sum, interpreted(x, None)))))
-    assert wide_keys(run(narrow).jaxpr, narrow["k"].shape) == 2 + 3 + 5
+    program = jax.make_jaxpr(jax.grad(lambda x: sum(map(jnp.sum, interpreted(x, None)))))(narrow).jaxpr
+    seen = [leaf.aval for eqn in equations(program, "pallas_call") for leaf in (*eqn.invars, *eqn.outvars)]
+    keys = [leaf for leaf in seen if leaf.shape == narrow["k"].shape]
+    assert sum(leaf.dtype == jnp.float32 for leaf in keys) == 2 + 3 + 5
 
 
 @pytest.mark.scale

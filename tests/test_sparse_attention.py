@@ -12,6 +12,7 @@ from model.ops.block_attention import in_parts
 from model.ops.mask import CAUSAL, Prefix, block_matrix, window
 from model.ops.patterns import BigBird, Chunk, Columns, Dilated, FirstQueries, Table
 from tests import zoo
+from tests.jaxprs import inner
 from tests.test_mask import pairs_of
 
 H, K = 4, zoo.WIDTH // 4
@@ -203,11 +204,10 @@ def multiply_adds(jaxpr) -> int:
             (contracted, _), _ = eqn.params["dimension_numbers"]
             size = np.prod([eqn.invars[0].aval.shape[axis] for axis in contracted])
             total += int(np.prod(eqn.outvars[0].aval.shape) * size)
-        inner = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else [value])]
-        inner = [multiply_adds(getattr(x, "jaxpr", x)) for x in inner if hasattr(getattr(x, "jaxpr", x), "eqns")]
+        within = [multiply_adds(program) for program in inner(eqn)]
         if eqn.primitive.name == "cond":
-            inner = [max(inner)]
-        total += sum(inner) * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else sum(inner)
+            within = [max(within)]
+        total += sum(within) * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else sum(within)
     return total
 
 

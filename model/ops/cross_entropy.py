@@ -23,7 +23,7 @@ from model import placement
 from model.contract import wide
 from model.ops.product import einsum, linear
 
-ROOM = 2**26  # logits that one device makes at a time; with no more of them in all, none is made twice
+ROOM = 2**26  # logits that one device makes at a time; with no more of them in all, they are kept for the gradient
 
 
 @struct.dataclass

@@ -73,8 +73,10 @@ class Found(NamedTuple):
 
 
 def with_own(name: str, see: Refs) -> int:
-    """1 where tokens of a name are scaled by their own decay too, else 0: b reads the state before that, unless given
-    beta, when it has that decay itself."""
+    """1 where tokens of a name are scaled by their own decay too, else 0.
+
+    b reads the state before that; given beta, b has that decay itself.
+    """
     return 0 if name == "b" and "beta" not in see else 1
 
 

@@ -36,6 +36,7 @@ OUT = cli.flag(
 
 ONLY = cli.flag("only", str, None, "LABEL=VALUE,VALUE;LABEL=VALUE: a part of the table, by what its runs are called.")
 MIXED = flags.DEFINE_bool("mixed", False, "Allow runs of several revisions of the code, or makes of the data.")
+flags.declare_key_flag("override")
 
 
 def main(argv: list[str]) -> int:

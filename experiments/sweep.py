@@ -42,6 +42,7 @@ LAUNCHER = cli.flag(
     "launcher", Literal[*LAUNCHERS], "local", "How runs are started; print: not, their commands are shown."
 )
 SLURM = cli.flag("slurm", str, None, "Options for sbatch, with --launcher=slurm.")
+flags.declare_key_flag("override")
 
 
 def main(argv: list[str]) -> int:

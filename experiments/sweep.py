@@ -62,6 +62,8 @@ def main(argv: list[str]) -> int:
         return 0
     for repeat in campaign.repeats(runs, planned):
         print(f"left out, same config as another run: {repeat}")
+    if LAUNCHER.value == "local":  # elsewhere data may lie on other disks
+        campaign.refuse_unprepared((planned, out))
     options = {} if SLURM.value is None else {"options": SLURM.value}
     return campaign.exit_code(campaign.carry_out(planned, out, JOBS.value, LAUNCHER.value, **options))
 

@@ -71,7 +71,7 @@ def get_config(argument: str = "") -> ConfigDict:
     c.optim.update(lr=2e-3, warmup=steps // 20, weight_decay=0.05, ssm_lr=SSM_LR)
     c.model.update(norm="layernorm", dropout=0.1)
     sizes = {"smoke": "tiny", "small": "small", "medium": "medium", "paper": "small"}
-    archs.use_matched(c, arg.arch, choose("size", arg.size, sizes))
+    archs.use_matched(c, arg.arch, choose("size", arg.size, sizes), both_ways=True)
     if arg.size in ("small", "medium"):
         c.model.dtype = "bfloat16"
     if arg.size == "medium":

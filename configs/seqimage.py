@@ -30,7 +30,7 @@ def get_config(argument: str = "") -> ConfigDict:
     name, section, n = choose("task", arg.task, TASKS)
     model, steps = choose("size", arg.size, {"small": ("small", EPOCHS * n // BATCH), "smoke": ("tiny", 20)})
     c = base.get_config()
-    archs.use_matched(c, arg.arch, model)
+    archs.use_matched(c, arg.arch, model, both_ways=True)
     c.model.update(norm="layernorm", dropout=0.1, dtype="bfloat16" if arg.size == "small" else "float32")
     archs.read_bidirectionally(c)
     c.data.task, c.data[name] = name, dict(section, root=arg.root)

@@ -9,7 +9,7 @@ the first operator and nothing else.
 
 from ml_collections import ConfigDict
 
-from configs import archs, base
+from configs import archs, base, longest
 from configs.argument import parse
 from model.errors import choose
 
@@ -25,6 +25,7 @@ def get_config(argument: str = "") -> ConfigDict:
     archs.use(c, arg.arch)
     c.data.task = "listops"
     c.data.listops = choose("size", arg.size, SIZES)
+    longest.use(c, c.data.listops.length)
     c.steps, c.batch_size, c.eval_batches = 5000, 32, 0
     c.eval_every, c.checkpoint_every = 1000, 1000
     c.optim.warmup, c.optim.weight_decay = 500, 0.1

@@ -11,28 +11,29 @@ attention of 4 layers and width 128; `size=smoke` shows on a CPU that it runs.
 
 from ml_collections import ConfigDict
 
-from configs import archs, base
+from configs import archs, base, longest
 from configs.argument import parse
 from model.errors import choose
 
-TASKS = {  # the task, its section, training pictures
-    "smnist": ("smnist", {}, 55_000),
-    "psmnist": ("psmnist", {}, 55_000),
-    "sfashion": ("sfashion", {}, 55_000),
-    "scifar": ("scifar", {}, 45_000),
-    "scifar_grey": ("image", {}, 45_000),
+TASKS = {  # the task, its section, training pictures, pixels
+    "smnist": ("smnist", {}, 55_000, 784),
+    "psmnist": ("psmnist", {}, 55_000, 784),
+    "sfashion": ("sfashion", {}, 55_000, 784),
+    "scifar": ("scifar", {}, 45_000, 1024),
+    "scifar_grey": ("image", {}, 45_000, 1024),
 }
 EPOCHS, BATCH = 20, 100
 
 
 def get_config(argument: str = "") -> ConfigDict:
     arg = parse(argument, task="smnist", arch="s4d", size="small", root="downloads")
-    name, section, n = choose("task", arg.task, TASKS)
+    name, section, n, pixels = choose("task", arg.task, TASKS)
     model, steps = choose("size", arg.size, {"small": ("small", EPOCHS * n // BATCH), "smoke": ("tiny", 20)})
     c = base.get_config()
     archs.use_matched(c, arg.arch, model, both_ways=True)
     c.model.update(norm="layernorm", dropout=0.1, dtype="bfloat16" if arg.size == "small" else "float32")
     archs.read_bidirectionally(c)
+    longest.use(c, pixels)
     c.data.task, c.data[name] = name, dict(section, root=arg.root)
     c.steps, c.batch_size, c.test_at = steps, BATCH, "best"
     c.eval_every = c.checkpoint_every = max(steps // EPOCHS, 10)

@@ -73,7 +73,12 @@ def test_speed_and_memory_are_of_the_same_runs(tmp_path, monkeypatch, capsys):
     """Every run has its result already, so nothing is measured."""
     (tmp_path / "configs").symlink_to(Path(__file__).parent.parent / "configs")
     monkeypatch.chdir(tmp_path)
-    for flag, value in {"SCALE": "smoke", "OUT": None, "JOBS": None, "ONLY": None, "MIXED": False}.items():
+    for flag, value in {
+        "SCALE": "smoke",
+        "ONLY": None,
+        "MIXED": False,
+        **dict.fromkeys(("OUT", "JOBS", "ROOT")),
+    }.items():
         monkeypatch.setattr(reproduce, flag, SimpleNamespace(value=value))
     monkeypatch.setattr(cli, "overrides", list)
     out = Path("runs", "lra_speed-smoke")

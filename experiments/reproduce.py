@@ -3,10 +3,11 @@
     python -m experiments.reproduce quickstart [--scale=smoke] [--jobs=2] [--out=runs/quickstart]
     python -m experiments.reproduce lra --only='task=image;arch=s4d,s5' [--root=downloads]
 
-Call it again to take up where it stopped. A table takes along those that are part of it, unless --out names one folder:
-`positions` also fills `positions_text`. `python -m experiments.list` names the tables. `--config.KEY=VALUE`
-holds for all runs, and the table's title says so. `--root` is where the sets lie that `data.prepare` made, and may be
-another when runs go on. Runs of several revisions of the code go into one table only with --mixed, and it says so.
+It begins by saying what the runs take. Call it again to take up where it stopped. A table takes along those that are
+part of it, unless --out names one folder: `positions` also fills `positions_text`. `python -m experiments.list` names
+the tables. `--config.KEY=VALUE` holds for all runs, and the table's title says so. `--root` is where the sets lie that
+`data.prepare` made, and may be another when runs go on. Runs of several revisions of the code go into one table only
+with --mixed, and it says so.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import Literal
 
 from absl import flags
 
-from experiments.running import campaign, expand, folders
+from experiments.running import campaign, cost, expand, folders
 from experiments.running.runs import Value, read_value
 from experiments.tables import rows, sources
 from experiments.tables.definitions import TABLES
@@ -50,6 +51,8 @@ def main(argv: list[str]) -> int:
         parts = [part_of_plan(part, None) for name, part in TABLES.items() if argv[1] in (name, part.part_of)]
     elsewhere = ", or say where they lie by --root=DIR"
     campaign.refuse_unprepared(*((part.planned, part.out) for part in parts), hint=elsewhere)
+    for part in parts:
+        tell_cost(part)
     codes = []
     for part in parts:
         codes.append(reproduce(part))
@@ -87,6 +90,12 @@ def part_of_plan(table: Table, out: Path | None) -> Part:
 def changed() -> dict[str, Value]:
     """What the command line overrides in every run."""
     return {key: read_value(text) for key, text in cli.overrides()}
+
+
+def tell_cost(part: Part) -> None:
+    """Prints what there is still to run, and what that takes."""
+    if left := [item.config for name, item in part.planned.items() if not folders.finished(part.out / name)]:
+        print(f"{part.table.name}, scale {part.scale}, to run: {cost.of(left)}", flush=True)
 
 
 def reproduce(part: Part) -> int:

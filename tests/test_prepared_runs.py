@@ -112,10 +112,12 @@ def test_a_table_goes_on_with_its_data_elsewhere(tmp_path):
     )  # fmt: skip
     code, printed, told = call(*words, f"--root={here}")
     assert code == 0 and "1 runs: 1 done" in printed, printed + told
+    assert printed.startswith("seqimage, scale smoke, to run: 1 run, 4 steps, 1.3e+04 tokens, ")  # 4 rows of 784
     here.rename(there)
     run = out / "arch=s4d,task=smnist,seed=0"
     code, printed, told = call(*words, f"--root={there}")
     assert code == 0 and "1 finished before" in printed and "0 of 1" in printed, printed + told
+    assert "to run" not in printed
     (run / "result.json").unlink()
     code, printed, told = call(*words, f"--root={there}")
     assert code == 0 and "1 runs: 1 done" in printed, printed + told

@@ -51,8 +51,11 @@ def main(argv: list[str]) -> int:
         parts = [part_of_plan(part, None) for name, part in TABLES.items() if argv[1] in (name, part.part_of)]
     elsewhere = ", or say where they lie by --root=DIR"
     campaign.refuse_unprepared(*((part.planned, part.out) for part in parts), hint=elsewhere)
+    told = [to_run(part) for part in parts]
     for part in parts:
-        tell_cost(part)
+        folders.make(part.out)  # the last mistake that there can be
+    for line in filter(None, told):
+        print(line, flush=True)
     codes = []
     for part in parts:
         codes.append(reproduce(part))
@@ -92,10 +95,10 @@ def changed() -> dict[str, Value]:
     return {key: read_value(text) for key, text in cli.overrides()}
 
 
-def tell_cost(part: Part) -> None:
-    """Prints what there is still to run, and what that takes."""
-    if left := [item.config for name, item in part.planned.items() if not folders.finished(part.out / name)]:
-        print(f"{part.table.name}, scale {part.scale}, to run: {cost.of(left)}", flush=True)
+def to_run(part: Part) -> str:
+    """What is not finished yet, and what it takes; nothing where all is."""
+    left = [item.config for name, item in part.planned.items() if not folders.finished(part.out / name)]
+    return f"{part.table.name}, scale {part.scale}, to run: {cost.of(left)}" if left else ""
 
 
 def reproduce(part: Part) -> int:

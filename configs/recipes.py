@@ -1,14 +1,17 @@
 """Published settings of Long Range Arena, by family and task: what `size=paper` of configs/lra.py writes into a config.
 
 LRA's own Transformer: the released configurations (https://github.com/google-research/long-range-arena, cd31e5c,
-lra_benchmarks/*/configs; its base rates over the root of the warm-up are peaks here). S4 and S4D: the third version's
+lra_benchmarks/*/configs; its base rates over the root of the warm-up are peaks here). The baselines that it is
+compared with there share its settings on ListOps, Text and Retrieval, where their configurations name another model and
+little else; on images each has its own, which are not here. S4 and S4D: the third version's
 (https://github.com/state-spaces/s4, e757cef, configs/experiment/lra/old/v3-*.yaml). S5: run_experiments of
 https://github.com/lindermanlab/S5, 3c18fdb. LRU: not its authors' but a replication's, in S4's code
 (https://github.com/jhuang265/s4, 109a2d2, of Image 06f4700, configs/experiment/lra/lru-*.yaml). Norms are theirs: over
 the batch, but of layers in S4 on images. What they have and these do not: padding counts in their statistics; S4 on
 images shares its A and B among channels; S5 has one step for all modes on two tasks, other draws of C, and its norms at
 the state space's rate; LRU's replication reads forward only, with no gate after a layer. A state space's own parameters
-are trained at their published rate.
+are trained at their published rate. Of the baselines, the Sparse Transformer (`fixed`) reads forward there, Sinkhorn
+sorts by one softmax, Performer has a ReLU for a kernel but on ListOps, and Synthesizer adds its scores to attention's.
 """
 
 import math
@@ -103,12 +106,36 @@ LRU = {
     "pathfinder": Recipe(6, 192, "pre", 0.0, 0.004, 1e-3, 0.05, 64, 500_000, 50_000, ring(256, 0.9, 0.999)),
     "pathx": Recipe(6, 128, "pre", 0.0, 0.002, 5e-4, 0.05, 32, 250_000, 25_000, ring(256, 0.999, 0.9999, turn=0.1)),
 }
-RECIPES = {"attention": TRANSFORMER, "s4": S4, "s4d": S4, "s5": S5, "lru": LRU}
+# Of LRA's other baselines, what their own mixers have: lra_benchmarks/models, and of Performer and Linformer configs.
+# Longformer's window of 512 has 255 tokens before a token and 256 behind it; Reformer's rows are of ten chunks.
+BASELINES = {
+    "local": lambda task: dict(block=50),
+    "fixed": lambda task: dict(stride=50, summary=10),
+    "longformer": lambda task: dict(near=256, global_tokens=0),
+    "linformer": lambda task: dict(rank=32 if task == "text" else 16),
+    "reformer": lambda task: dict(chunk=LENGTHS[task] // 10, n_buckets=10, rounds=1),
+    "sinkhorn": lambda task: dict(block=50),
+    "synthesizer": lambda task: {},
+    "bigbird": lambda task: dict(block=64),
+    "linear": lambda task: {},
+    "performer": lambda task: dict(n_features=2) if task == "listops" else {},
+}
+LENGTHS = {"listops": 2000, "text": 1000, "retrieval": 4000}  # of the tasks whose settings they share
+SHARED = {task: TRANSFORMER[task] for task in LENGTHS}
+RECIPES = {
+    "attention": TRANSFORMER,
+    "s4": S4,
+    "s4d": S4,
+    "s5": S5,
+    "lru": LRU,
+    **dict.fromkeys(BASELINES, SHARED),
+}
 
 
 def use(config: ConfigDict, arch: str, task: str) -> None:
     """Writes the published settings of an architecture on a task over its preset."""
-    recipe = choose("task", task, choose("arch with a published recipe", arch, RECIPES))
+    recipes = choose("arch with a published recipe", arch, RECIPES)
+    recipe = choose(f"task with a published recipe of arch {arch!r}", task, recipes)
     config.steps, config.batch_size = recipe.steps, recipe.batch_size
     shared = dict(lr=recipe.lr, warmup=recipe.warmup, weight_decay=recipe.weight_decay)
     config.model.update(layers=recipe.layers, width=recipe.width, dropout=recipe.dropout)
@@ -116,7 +143,10 @@ def use(config: ConfigDict, arch: str, task: str) -> None:
         config.model.update(
             norm="layernorm", mlp="gelu", mlp_width=recipe.mlp_width, pool=recipe.pool, norm_eps=1e-6, embed_init=1.0
         )
-        config.model.attention = dict(n_heads=recipe.n_heads, head_dim=recipe.head_dim)
+        if arch == "attention":
+            config.model.attention = dict(n_heads=recipe.n_heads, head_dim=recipe.head_dim)
+        else:  # heads as wide as theirs: the width is shared out among them
+            config.model.update({arch: dict(BASELINES[arch](task), n_heads=recipe.n_heads)})
         if recipe.learned:
             config.model.update(position="learned", learned=dict(max_len=recipe.learned))
         else:

@@ -1,0 +1,214 @@
+"""What tokens of a chunk read of each other by the general delta rule, and get by that, in kernels for NVIDIA GPUs.
+
+Tokens read the state as it is before their own decay, by q and b, and write to it along a and k. M_ij, what token i
+reads of what token j < i has written, is the sum over channels of reader times written times what the tokens between
+them leave: found at once or by halves, as in model/ops/fused_pairs.py. Queries read after their own token's decay, and
+so also what it writes; given beta, b does the first. Kernels are of one head of one chunk. q, k, a, b, w: [Q, K];
+v, dy, u, e: [Q, V]; before, after: [K, V]. Letters and names as in model/ops/fused_dplr.py.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas.triton import dot
+
+from model.ops.fused_delta import inverse
+from model.ops.fused_pairs import between, from_middle, kept_got, meeting, rows, same_document, summed
+from model.ops.fused_state import Refs, sides
+
+Array = jax.Array
+
+READ = ("q", "b")  # of the state before; the others write, and see the gradient of the later state
+# What is beside a name in what tokens add to states, a u^T + k v^T, and to their gradients, q dy^T + b e^T.
+BESIDE = dict(a="u", k="v", q="dy", b="e")
+PAIRS = dict(T=("b", "a"), R=("q", "a"), P=("b", "k"), G=("q", "k"))  # T is found of what b reads along a
+
+
+def met(name: str, see: Refs) -> tuple[str, ...]:
+    """The names that one meets; given beta, there is no k beside a."""
+    if name not in READ:
+        return READ
+    return ("a",) if "beta" in see else ("a", "k")
+
+
+def late(name: str, see: Refs) -> bool:
+    """Whether tokens of a name read after their own decay."""
+    return name == "q" or (name == "b" and "beta" in see)
+
+
+def undecayed(name: str, see: Refs) -> Array:
+    if "beta" not in see or name == "q":
+        return see[name][...]
+    return see["beta"][...] * see["key"][...] if name == "a" else -see["key"][...]
+
+
+def token(name: str, see: Refs) -> Array:
+    """What reads the state before a token's decay, or writes to that after it."""
+    x = undecayed(name, see)
+    return x * jnp.exp(see["w"][...]) if late(name, see) else x
+
+
+def to_edge(name: str, see: Refs, narrow: Any) -> Array:
+    """What is left at tokens of the state before the chunk, or at the end of the chunk of what they write, [Q, K]."""
+    w = see["w"][...]
+    row, column = sides(len(w))
+    passed, document = (column < row, "first") if name in READ else (row < column, "last")
+    return rows(jnp.exp(summed(passed, w, narrow)), see, document)
+
+
+def from_middles(see: Refs, narrow: Any) -> tuple[Array, Array]:
+    """What tokens that read and that write are multiplied by where a chunk decays little, [Q, K]."""
+    w = see["w"][...]
+    s = from_middle(w, sides(len(w))[0], narrow)
+    return jnp.exp(s), jnp.exp(-(s + w))
+
+
+def passed(level: Any, token: Array, other: Array) -> Array:
+    """Whether another token lies between one and where its span of 2^level meets its neighbour, and is not itself."""
+    return between(level, token, other) & (token != other)
+
+
+def to_meetings(level: Any, see: Refs, narrow: Any) -> Array:
+    """What is left of tokens where their spans of 2^level meet others, or there of these at them, [Q, K]."""
+    w = see["w"][...]
+    return jnp.exp(summed(passed(level, *sides(len(w))), w, narrow))
+
+
+def products(see: Refs, in_read: Array, in_written: Array, narrow: Any) -> dict[str, Array]:
+    """Of all tokens in pairs, multiplied by what is left of them somewhere; by name, T for its N."""
+
+    def scaled(name):
+        return (token(name, see) * (in_read if name in READ else in_written)).astype(narrow)
+
+    pairs = {name: pair for name, pair in PAIRS.items() if pair[1] in met("q", see)}
+    return {name: dot(scaled(reader), scaled(written), trans_b=True) for name, (reader, written) in pairs.items()}
+
+
+def pairs_at_once(see: Refs, *made):
+    """T, R, and where there is a k also P and G, [Q, Q]."""
+    narrow = made[0].dtype
+    put_pairs(see, made, products(see, *from_middles(see, narrow), narrow))
+
+
+def pairs_by_halves(see: Refs, *made):
+    narrow, Q = made[0].dtype, see["w"].shape[0]
+
+    def step(level, found):
+        decay, pairs = to_meetings(level, see, narrow), meeting(level, *sides(Q))
+        here = products(see, decay, decay, narrow)
+        return {name: M + jnp.where(pairs, here[name], 0) for name, M in found.items()}
+
+    names = list(PAIRS)[: len(made)]
+    none = {name: jnp.zeros((Q, Q), see["w"].dtype) for name in names}
+    put_pairs(see, made, lax.fori_loop(0, (Q - 1).bit_length(), step, none))
+
+
+def put_pairs(see: Refs, made: tuple[Any, ...], found: dict[str, Array]) -> None:
+    """All is found before any is stored: after that, what names share would be fetched again."""
+    narrow, wide = made[0].dtype, see["w"].dtype
+    row, column = sides(see["w"].shape[0])
+    seen = same_document(see, len(row)) & (row > column)
+    found = {name: jnp.where(seen, M, 0) for name, M in found.items()}
+    for name, (reader, written) in PAIRS.items():
+        if name in found and reader == "q":
+            own = jnp.sum(see["q"][...].astype(wide) * undecayed(written, see), axis=1)[:, None]
+            found[name] = jnp.where(row == column, own, found[name])
+    found["T"] = inverse(-found["T"], lax.Precision.HIGHEST if narrow == wide else None)
+    for out, name in zip(made, PAIRS, strict=False):
+        out[...] = found[name].astype(narrow)
+
+
+# What tokens of a name get, and log decays by them, on top of what these have got by other names: one name a launch, as
+# the registers hold no more. Given beta, keys get what b gets and then what a gets.
+
+
+def scores_got(see: Refs, name: str) -> dict[str, Array]:
+    """What M_ij get at [i, j], j < i, where tokens of a name meet others, by the name of those."""
+    found = {}
+    for other in met(name, see):
+        reader, written = (name, other) if name in READ else (other, name)
+        got = dot(see[BESIDE[reader]][...], see[BESIDE[written]][...], trans_b=True)
+        row, column = sides(len(got))
+        found[other] = jnp.where(same_document(see, len(got)) & (row > column), got, 0).astype(see["u"].dtype)
+    return found
+
+
+def of_tokens(see: Refs, name: str, scores: dict[str, Array], in_read: Array, in_written: Array) -> Array:
+    """What tokens of a name get by the others, given what scores of these get and both are multiplied by, [Q, K]."""
+    mine, theirs = (in_read, in_written) if name in READ else (in_written, in_read)
+    got = 0
+    for other, score in scores.items():
+        scaled = (token(other, see) * theirs).astype(score.dtype)
+        got += dot(score, scaled, trans_a=name not in READ)
+    return mine * got
+
+
+def of_state(see: Refs, name: str) -> Array:
+    """What tokens of a name get by the state before the chunk, or by the gradient of that after it, [Q, K]."""
+    beside, state = see[BESIDE[name]][...], see["before" if name in READ else "after"][...]
+    return to_edge(name, see, beside.dtype) * dot(beside, state, trans_b=True)
+
+
+def of_own(see: Refs, name: str) -> Array | float:
+    """What tokens get by themselves: what queries read of their own token."""
+    if name == "b":
+        return 0.0
+    got, dy = 0, see["dy"][...].astype(see["w"].dtype)
+    for written in met("q", see) if name == "q" else (name,):
+        score = jnp.sum(dy * see[BESIDE[written]][...], axis=1)[:, None]
+        got += score * undecayed(written if name == "q" else "q", see)
+    return got
+
+
+def gradient_at_once(see: Refs, *made, name: str):
+    """Log decays get what all pairs give with i later, less those with j at the token or later: so with the state."""
+    narrow, scores = see["u"].dtype, scores_got(see, name)
+    row, column = sides(see["w"].shape[0])
+    x, of_past = token(name, see), of_state(see, name)
+    to_x = of_past + of_tokens(see, name, scores, *from_middles(see, narrow))
+    if name in READ:
+        to_w = summed(row < column, x * to_x, narrow)
+    else:
+        to_w = jnp.sum(x * of_past, axis=0)[None, :] - summed(row <= column, x * to_x, narrow)
+    put_gradient(see, made, name, x, to_x, to_w)
+
+
+def gradient_by_halves(see: Refs, *made, name: str):
+    """The decays get sums of what pairs of tokens give, never differences, which would lose small ones."""
+    narrow, scores = see["u"].dtype, scores_got(see, name)
+    row, column = sides(see["w"].shape[0])
+    x = token(name, see)
+
+    def step(level, found):
+        to_x, to_w = found
+        decay, pairs = to_meetings(level, see, narrow), meeting(level, row, column)
+        here = {other: jnp.where(pairs, score, 0) for other, score in scores.items()}
+        got = of_tokens(see, name, here, decay, decay)
+        return to_x + got, to_w + summed(passed(level, column, row), x * got, narrow)
+
+    none = jnp.zeros(see["w"].shape, see["w"].dtype)
+    to_x, to_w = lax.fori_loop(0, (len(row) - 1).bit_length(), step, (none, none))
+    of_past = of_state(see, name)
+    to_w += summed(row < column if name in READ else column < row, x * of_past, narrow)
+    put_gradient(see, made, name, x, to_x + of_past, to_w)
+
+
+def put_gradient(see: Refs, made: tuple[Any, ...], name: str, x: Array, to_x: Array, to_w: Array) -> None:
+    """Of what tokens get, to_x, and what decays get by it but for those of the tokens that read themselves."""
+    d, dw, *d_beta = made
+    w = see["w"][...]
+    if late(name, see):
+        to_w += x * to_x
+        to_x *= jnp.exp(w)
+    to_x += of_own(see, name)
+    # All decays of the chunk are in what is left of the state before it: the first launch takes that.
+    to_w += see["dw"][...] if "dw" in see else kept_got(see, jnp.sum(w, axis=0))[None, :]
+    if d_beta:
+        d_beta[0][...] = jnp.sum(to_x * see["key"][...], axis=1)[:, None]
+        to_x = see["dk"][...] + see["beta"][...] * to_x
+    elif name == "b" and "beta" in see:
+        to_x = -to_x
+    d[...] = to_x.astype(d.dtype)
+    dw[...] = to_w

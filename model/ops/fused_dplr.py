@@ -12,8 +12,8 @@ tokens of one that begins with h find u = T (b h + P v), and
 N and P are what b reads of what earlier tokens of the chunk write along a and k, R and G what q does, its own token's
 too; with no k, P is the identity and G nothing. `paired` finds T, R, P and G whatever the decays, as
 model/ops/fused_dplr_pairs.py has it; `solved` T b and T P v; `states` goes over the chunks of segments, as in
-model/ops/fused_segments.py. Gradients of states run through the same kernel from the end, with e = T^T du for u. No
-factor of any of this exceeds 1. Letters as in model/ops/fused_state.py; S segments.
+model/ops/fused_segments.py. Gradients of states run through the same kernel from the end, with e = T^T du for u.
+Letters as in model/ops/fused_state.py; S segments.
 """
 
 from collections.abc import Callable

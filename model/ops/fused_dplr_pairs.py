@@ -23,7 +23,7 @@ Array = jax.Array
 READ = ("q", "b")  # of the state before; the others write, and see the gradient of the later state
 # What is beside a name in what tokens add to states, a u^T + k v^T, and to their gradients, q dy^T + b e^T.
 BESIDE = dict(a="u", k="v", q="dy", b="e")
-PAIRS = dict(T=("b", "a"), R=("q", "a"), P=("b", "k"), G=("q", "k"))  # T is found of what b reads along a
+PAIRS = dict(T=("b", "a"), R=("q", "a"), P=("b", "k"), G=("q", "k"))  # what reads and what is written; T by its N
 
 
 def met(name: str, see: Refs) -> tuple[str, ...]:
@@ -76,14 +76,16 @@ def to_meetings(level: Any, see: Refs, narrow: Any) -> Array:
     return jnp.exp(summed(passed(level, *sides(len(w))), w, narrow))
 
 
+def pairs_of(see: Refs) -> dict[str, tuple[str, str]]:
+    return {name: (reader, written) for name, (reader, written) in PAIRS.items() if written in met(reader, see)}
+
+
 def products(see: Refs, in_read: Array, in_written: Array, narrow: Any) -> dict[str, Array]:
-    """Of all tokens in pairs, multiplied by what is left of them somewhere; by name, T for its N."""
-
-    def scaled(name):
-        return (token(name, see) * (in_read if name in READ else in_written)).astype(narrow)
-
-    pairs = {name: pair for name, pair in PAIRS.items() if pair[1] in met("q", see)}
-    return {name: dot(scaled(reader), scaled(written), trans_b=True) for name, (reader, written) in pairs.items()}
+    """Of tokens that are multiplied by what is left of them somewhere, [Q, Q], by the name of the pair."""
+    scaled = {name: token(name, see) * in_read for name in READ}
+    scaled |= {name: token(name, see) * in_written for name in met("q", see)}
+    scaled = {name: x.astype(narrow) for name, x in scaled.items()}
+    return {name: dot(scaled[one], scaled[other], trans_b=True) for name, (one, other) in pairs_of(see).items()}
 
 
 def pairs_at_once(see: Refs, *made):
@@ -100,23 +102,25 @@ def pairs_by_halves(see: Refs, *made):
         here = products(see, decay, decay, narrow)
         return {name: M + jnp.where(pairs, here[name], 0) for name, M in found.items()}
 
-    names = list(PAIRS)[: len(made)]
-    none = {name: jnp.zeros((Q, Q), see["w"].dtype) for name in names}
+    none = {name: jnp.zeros((Q, Q), see["w"].dtype) for name in pairs_of(see)}
     put_pairs(see, made, lax.fori_loop(0, (Q - 1).bit_length(), step, none))
 
 
 def put_pairs(see: Refs, made: tuple[Any, ...], found: dict[str, Array]) -> None:
-    """All is found before any is stored: after that, what names share would be fetched again."""
+    """What is seen of products, and T of those of b and a.
+
+    All is found before any is stored: after that, what names share would be fetched again.
+    """
     narrow, wide = made[0].dtype, see["w"].dtype
     row, column = sides(see["w"].shape[0])
     seen = same_document(see, len(row)) & (row > column)
     found = {name: jnp.where(seen, M, 0) for name, M in found.items()}
-    for name, (reader, written) in PAIRS.items():
-        if name in found and reader == "q":
+    for name, (reader, written) in pairs_of(see).items():
+        if reader == "q":
             own = jnp.sum(see["q"][...].astype(wide) * undecayed(written, see), axis=1)[:, None]
             found[name] = jnp.where(row == column, own, found[name])
     found["T"] = inverse(-found["T"], lax.Precision.HIGHEST if narrow == wide else None)
-    for out, name in zip(made, PAIRS, strict=False):
+    for out, name in zip(made, pairs_of(see), strict=True):
         out[...] = found[name].astype(narrow)
 
 
@@ -166,8 +170,9 @@ def gradient_at_once(see: Refs, *made, name: str):
     """Log decays get what all pairs give with i later, less those with j at the token or later: so with the state."""
     narrow, scores = see["u"].dtype, scores_got(see, name)
     row, column = sides(see["w"].shape[0])
-    x, of_past = token(name, see), of_state(see, name)
-    to_x = of_past + of_tokens(see, name, scores, *from_middles(see, narrow))
+    to_x = of_tokens(see, name, scores, *from_middles(see, narrow))
+    of_past, x = of_state(see, name), token(name, see)
+    to_x += of_past
     if name in READ:
         to_w = summed(row < column, x * to_x, narrow)
     else:

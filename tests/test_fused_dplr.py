@@ -195,9 +195,11 @@ def test_kernels_serve_any_decay():
 
 
 @pytest.mark.scale
-@pytest.mark.parametrize(("kind", "dtype"), [("kda", "bfloat16"), ("rwkv7", "float16")])
-def test_narrow_tokens_are_summed_wide(kind, dtype):
-    x = inputs(kind, 63, strength=1)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "strength"), [("kda", "bfloat16", 1), ("kda", "bfloat16", 10), ("rwkv7", "float16", 1)]
+)
+def test_narrow_tokens_are_summed_wide(kind, dtype, strength):
+    x = inputs(kind, 63, strength)
     narrow = {name: jnp.asarray(leaf, dtype if name in "qkv" else "float32") for name, leaf in x.items()}
     assert max(distances(jax.tree.map(lambda leaf: np.asarray(leaf, "float64"), narrow), documents(63), narrow)) < 0.02
 

@@ -76,7 +76,7 @@ class Pairs(NamedTuple):
 class Found(NamedTuple):
     """What the backward pass takes over."""
 
-    pairs: Pairs
+    pairs: Pairs  # held, as those of chunks that decay strongly are dear to find
     starts: Array  # the states that segments begin with, [B, S, H, K, V]
     maps: Array | None  # what they make of a state, [B, S, H, K, K], where there are several
 

@@ -1,9 +1,9 @@
 """What tokens of a chunk read of each other by the general delta rule, and get by that, in kernels for NVIDIA GPUs.
 
-Tokens read the state as it is before their own decay, by q and b, and write to it along a and k. M_ij, what token i
-reads of what token j < i has written, is the sum over channels of reader times written times what the tokens between
-them leave: found at once or by halves, as in model/ops/fused_pairs.py. Queries read after their own token's decay, and
-so also what it writes; given beta, b does the first. Kernels are of one head of one chunk. q, k, a, b, w: [Q, K];
+Tokens read the state by q and b, and write to it along a and k. M_ij, what token i reads of what token j < i writes, is
+the sum over channels of the one times the other times what the tokens between them leave: found at once or by halves,
+as in model/ops/fused_pairs.py. What reads after its own token's decay, q and given beta b, is multiplied by that first.
+Queries also read what their own token writes. Kernels are of one head of one chunk. q, k, a, b, w: [Q, K];
 v, dy, u, e: [Q, V]; before, after: [K, V]. Letters and names as in model/ops/fused_dplr.py.
 """
 
@@ -124,23 +124,34 @@ def put_pairs(see: Refs, made: tuple[Any, ...], found: dict[str, Array]) -> None
         out[...] = found[name].astype(narrow)
 
 
-# What tokens of a name get, and log decays by them, on top of what these have got by other names: one name a launch, as
-# the registers hold no more. Given beta, keys get what b gets and then what a gets.
+# What tokens of a name get, and log decays by them, on top of what these have got by other names. One name a launch, and
+# what is summed up elsewhere fetched last: the registers hold no more. Given beta, keys get what b gets and then what a
+# gets.
 
 
-def scores_got(see: Refs, name: str) -> dict[str, Array]:
-    """What M_ij get at [i, j], j < i, where tokens of a name meet others, by the name of those."""
-    found = {}
+def of_kept(see: Refs) -> Array:
+    """What all decays of the chunk get by what it leaves of the state before it, [1, K]: in the first launch."""
+    w = see["w"][...]
+    kept = jnp.zeros(w.shape[1:], w.dtype) if "dw" in see else kept_got(see, jnp.sum(w, axis=0))
+    return kept[None, :]
+
+
+def scores_got(see: Refs, name: str) -> tuple[dict[str, Array], dict[str, Array]]:
+    """What M_ij get where tokens of a name meet others, by the name of those: at [i, j] for j < i, [Q, Q], and what
+    queries read of their own token, [Q, 1]."""
+    scores, own = {}, {}
     for other in met(name, see):
         reader, written = (name, other) if name in READ else (other, name)
         got = dot(see[BESIDE[reader]][...], see[BESIDE[written]][...], trans_b=True)
         row, column = sides(len(got))
-        found[other] = jnp.where(same_document(see, len(got)) & (row > column), got, 0).astype(see["u"].dtype)
-    return found
+        if reader == "q":
+            own[other] = jnp.sum(jnp.where(row == column, got, 0), axis=1)[:, None]
+        scores[other] = jnp.where(same_document(see, len(got)) & (row > column), got, 0).astype(see["u"].dtype)
+    return scores, own
 
 
 def of_tokens(see: Refs, name: str, scores: dict[str, Array], in_read: Array, in_written: Array) -> Array:
-    """What tokens of a name get by the others, given what scores of these get and both are multiplied by, [Q, K]."""
+    """What tokens of a name get by others, given what scores of both get and what both are multiplied by, [Q, K]."""
     mine, theirs = (in_read, in_written) if name in READ else (in_written, in_read)
     got = 0
     for other, score in scores.items():
@@ -155,34 +166,24 @@ def of_state(see: Refs, name: str) -> Array:
     return to_edge(name, see, beside.dtype) * dot(beside, state, trans_b=True)
 
 
-def of_own(see: Refs, name: str) -> Array | float:
-    """What tokens get by themselves: what queries read of their own token."""
-    if name == "b":
-        return 0.0
-    got, dy = 0, see["dy"][...].astype(see["w"].dtype)
-    for written in met("q", see) if name == "q" else (name,):
-        score = jnp.sum(dy * see[BESIDE[written]][...], axis=1)[:, None]
-        got += score * undecayed(written if name == "q" else "q", see)
-    return got
-
-
 def gradient_at_once(see: Refs, *made, name: str):
-    """Log decays get what all pairs give with i later, less those with j at the token or later: so with the state."""
-    narrow, scores = see["u"].dtype, scores_got(see, name)
+    """Log decays get what pairs give whose i is later, less what those do whose j is not earlier; so with the state."""
+    to_w, (scores, own), narrow = of_kept(see), scores_got(see, name), see["u"].dtype
     row, column = sides(see["w"].shape[0])
     to_x = of_tokens(see, name, scores, *from_middles(see, narrow))
-    of_past, x = of_state(see, name), token(name, see)
-    to_x += of_past
+    by_state, x = of_state(see, name), token(name, see)
+    to_x += by_state
     if name in READ:
-        to_w = summed(row < column, x * to_x, narrow)
+        to_w += summed(row < column, x * to_x, narrow)
     else:
-        to_w = jnp.sum(x * of_past, axis=0)[None, :] - summed(row <= column, x * to_x, narrow)
-    put_gradient(see, made, name, x, to_x, to_w)
+        to_w += jnp.sum(x * by_state, axis=0)[None, :]
+        to_w -= summed(row <= column, x * to_x, narrow)
+    put_gradient(see, made, name, x, to_x, to_w, own)
 
 
 def gradient_by_halves(see: Refs, *made, name: str):
     """The decays get sums of what pairs of tokens give, never differences, which would lose small ones."""
-    narrow, scores = see["u"].dtype, scores_got(see, name)
+    kept, (scores, own), narrow = of_kept(see), scores_got(see, name), see["u"].dtype
     row, column = sides(see["w"].shape[0])
     x = token(name, see)
 
@@ -193,27 +194,24 @@ def gradient_by_halves(see: Refs, *made, name: str):
         got = of_tokens(see, name, here, decay, decay)
         return to_x + got, to_w + summed(passed(level, column, row), x * got, narrow)
 
-    none = jnp.zeros(see["w"].shape, see["w"].dtype)
-    to_x, to_w = lax.fori_loop(0, (len(row) - 1).bit_length(), step, (none, none))
-    of_past = of_state(see, name)
-    to_w += summed(row < column if name in READ else column < row, x * of_past, narrow)
-    put_gradient(see, made, name, x, to_x + of_past, to_w)
+    none = jnp.zeros(see["w"].shape, kept.dtype)
+    to_x, to_w = lax.fori_loop(0, (len(row) - 1).bit_length(), step, (none, none + kept))
+    by_state = of_state(see, name)
+    to_w += summed(row < column if name in READ else column < row, x * by_state, narrow)
+    put_gradient(see, made, name, x, to_x + by_state, to_w, own)
 
 
-def put_gradient(see: Refs, made: tuple[Any, ...], name: str, x: Array, to_x: Array, to_w: Array) -> None:
-    """Of what tokens get, to_x, and what decays get by it but for those of the tokens that read themselves."""
+def put_gradient(see: Refs, made: tuple, name: str, x: Array, to_x: Array, to_w: Array, own: dict[str, Array]) -> None:
+    """Of what tokens as they are paired get, and log decays by them; these then also where x holds its own."""
     d, dw, *d_beta = made
-    w = see["w"][...]
     if late(name, see):
         to_w += x * to_x
-        to_x *= jnp.exp(w)
-    to_x += of_own(see, name)
-    # All decays of the chunk are in what is left of the state before it: the first launch takes that.
-    to_w += see["dw"][...] if "dw" in see else kept_got(see, jnp.sum(w, axis=0))[None, :]
+        to_x *= jnp.exp(see["w"][...])
+    to_x += sum(score * undecayed(other, see) for other, score in own.items())
     if d_beta:
         d_beta[0][...] = jnp.sum(to_x * see["key"][...], axis=1)[:, None]
         to_x = see["dk"][...] + see["beta"][...] * to_x
     elif name == "b" and "beta" in see:
         to_x = -to_x
     d[...] = to_x.astype(d.dtype)
-    dw[...] = to_w
+    dw[...] = to_w + see["dw"][...] if "dw" in see else to_w

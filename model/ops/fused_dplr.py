@@ -237,8 +237,18 @@ def values_of(x: Scaled) -> Tokens:
     return {} if x.k is None else dict(k=x.k, v=x.v)
 
 
-def by_kernels(tokens: Tokens, h0, opens, chunk: int, interpret: bool) -> tuple[Array, Array, Found]:
-    """Outputs, the last state, and what the backward pass is not to find again."""
+def documents_of(opens: Array | None, chunk: int) -> Array | None:
+    """How many documents have begun in the chunk so far, `[B, M, Q]`."""
+    return None if opens is None else jnp.cumsum(in_chunks(opens, chunk), axis=-1, dtype=jnp.int32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def fused(tokens: Tokens, h0, opens, chunk: int, interpret: bool) -> tuple[Array, Array]:
+    """As `fused_dplr`, for whole chunks."""
+    return fused_forward(tokens, h0, opens, chunk, interpret)[0]
+
+
+def fused_forward(tokens, h0, opens, chunk, interpret):
     run = partial(on_chunks, documents=documents_of(opens, chunk), chunk=chunk, interpret=interpret)
     x = scaled(tokens, run)
     pairs = paired(tokens, x.strong, run)
@@ -249,12 +259,12 @@ def by_kernels(tokens: Tokens, h0, opens, chunk: int, interpret: bool) -> tuple[
     before, u, ends = onward(given, start=starts, every=True)
     given = dict(q=x.q, u=u, before=before, R=pairs.R, G=pairs.G, v=x.v)
     (y,) = run("outputs", outputs_kernel, given, [shape_of(x.v)])
-    return y, ends[:, -1], Found(pairs, starts, maps)
+    return (y, ends[:, -1]), (tokens, opens, Found(pairs, starts, maps))
 
 
-def back_by_kernels(tokens: Tokens, opens, found: Found, dy, dh, chunk: int, interpret) -> tuple[Tokens, Array]:
-    """What tokens and h0 get."""
-    pairs, starts, maps = found
+def fused_backward(chunk, interpret, saved, g):
+    tokens, opens, (pairs, starts, maps) = saved
+    dy, dh = g
     run = partial(on_chunks, documents=documents_of(opens, chunk), chunk=chunk, interpret=interpret)
     x = scaled(tokens, run)
     through = partial(states, total=x.total, chunk=chunk, interpret=interpret)
@@ -276,32 +286,12 @@ def back_by_kernels(tokens: Tokens, opens, found: Found, dy, dh, chunk: int, int
     db, dw = gradient("b", dw=dw)
     if "beta" in tokens:
         dk, dw, d_beta = gradient("a", dw=dw, dk=db)
-        return dict(q=dq, k=dk, v=e, w=dw, beta=d_beta[..., 0]), firsts[:, 0]
+        return dict(q=dq, k=dk, v=e, w=dw, beta=d_beta[..., 0]), firsts[:, 0], None
     da, dw = gradient("a", dw=dw)
     dk, dw = gradient("k", dw=dw)
     given = dict(k=x.k, e=e, dy=dy, after=after, P=pairs.P, G=pairs.G)
     (dv,) = run("gradient_v", values_kernel, given, [shape_of(x.v)])
-    return dict(q=dq, k=dk, v=dv, w=dw, a=da, b=db), firsts[:, 0]
-
-
-def documents_of(opens: Array | None, chunk: int) -> Array | None:
-    """How many documents have begun in the chunk so far, `[B, M, Q]`."""
-    return None if opens is None else jnp.cumsum(in_chunks(opens, chunk), axis=-1, dtype=jnp.int32)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def fused(tokens: Tokens, h0, opens, chunk: int, interpret: bool) -> tuple[Array, Array]:
-    """As `fused_dplr`, for whole chunks."""
-    return fused_forward(tokens, h0, opens, chunk, interpret)[0]
-
-
-def fused_forward(tokens, h0, opens, chunk, interpret):
-    y, h, found = by_kernels(tokens, h0, opens, chunk, interpret)
-    return (y, h), (tokens, opens, found)
-
-
-def fused_backward(chunk, interpret, saved, g):
-    return *back_by_kernels(*saved, *g, chunk, interpret), None
+    return dict(q=dq, k=dk, v=dv, w=dw, a=da, b=db), firsts[:, 0], None
 
 
 fused.defvjp(fused_forward, fused_backward)

@@ -124,9 +124,9 @@ def put_pairs(see: Refs, made: tuple[Any, ...], found: dict[str, Array]) -> None
         out[...] = found[name].astype(narrow)
 
 
-# What tokens of a name get, and log decays by them, on top of what these have got by other names. One name a launch, and
-# what is summed up elsewhere fetched last: the registers hold no more. Given beta, keys get what b gets and then what a
-# gets.
+# What tokens of a name get, and log decays by them, on top of what these have got by other names. One name a launch,
+# and what is summed up elsewhere fetched last: the registers hold no more. Given beta, keys get what b gets and then
+# what a gets.
 
 
 def of_kept(see: Refs) -> Array:

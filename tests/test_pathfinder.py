@@ -326,6 +326,15 @@ def test_released_images_are_divided_by_one_permutation(tmp_path):
 
 
 @pytest.mark.quick
+def test_a_release_too_small_to_be_divided_is_refused(tmp_path):
+    sets.put(tmp_path, sets.curves(4))
+    prepare(small("lra_pathfinder32"), tmp_path)
+    says = r"data.pathfinder has no example in its validation split \(train 8, validation 0, test 0\); a larger set"
+    with pytest.raises(UserError, match=says):
+        build("pathfinder", {"source": "released", "root": str(tmp_path)})
+
+
+@pytest.mark.quick
 def test_a_release_that_is_not_there_names_the_command(tmp_path):
     command = f"python -m data.prepare lra_pathfinder128 --root={tmp_path}"
     with pytest.raises(UserError, match=command):

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 
 from ml_collections import ConfigDict
 
-from configs import archs, base
+from configs import archs, base, longest
 from configs.argument import parse
 from model.errors import choose
 
@@ -43,6 +43,7 @@ def get_config(argument: str = "") -> ConfigDict:
         c.model.layers = size["layers"] * (2 if c.model.mlp == "none" else 1)
     c.data.task = "text"
     c.data.text = dict(path=size["text"], length=size["length"])
+    longest.use(c, size["length"])
     c.model.update(attention=dict(n_heads=size["heads"]), mla=dict(n_heads=size["heads"]))
     c.steps, c.batch_size = size["steps"], size["batch"]
     c.optim.lr, c.optim.warmup = size["lr"], size["warmup"]

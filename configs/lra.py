@@ -9,8 +9,9 @@ release: do two Wikipedia articles link to each other (wiki_links)? `protocol=lr
 `protocol=s4` what S4 and those after it feed: real pixels; of texts, characters with an end mark. Feeds `lra`.
 
 Rows are read bidirectionally by whatever can. `size=small` is for one accelerator: every architecture with as many
-parameters as attention of 4 layers and width 128 (configs/archs.py), minutes a run; `size=medium` is 6 layers of width
-256 with more dropout and four times the steps: feeds `lra_medium`. The activations of both are in bfloat16.
+parameters as attention of 4 layers and width 128 (configs/archs.py; but see configs/longest.py), minutes a run;
+`size=medium` is 6 layers of width 256 with more dropout and four times the steps: feeds `lra_medium`. The activations
+of both are in bfloat16.
 `size=paper` has the published recipe (configs/recipes.py) of attention (LRA's Transformer), s4, s4d, s5 or lru, up to
 500,000 steps. `size=smoke` shows on a CPU that it runs. Test scores are of the step that validation chose.
 
@@ -20,7 +21,7 @@ parameters as attention of 4 layers and width 128 (configs/archs.py), minutes a 
 
 from ml_collections import ConfigDict
 
-from configs import archs, base, pretraining, recipes, window
+from configs import archs, base, longest, pretraining, recipes, window
 from configs.argument import parse
 from model.errors import choose
 
@@ -87,6 +88,7 @@ def get_config(argument: str = "") -> ConfigDict:
     c.checkpoint_every = max(c.steps // 20, 20)
     c.eval_every = max(c.steps // VALIDATIONS.get(arg.task, 20), 20)
     archs.read_bidirectionally(c)
+    longest.use(c, c.data[name].get("length") or c.data[name].get("side", 32) ** 2)
     window.use(c, arg.window)
     if arg.task in PAIRS:
         c.model.kind = "towers"

@@ -9,7 +9,7 @@ forward. `size=small` is for one accelerator, its activations in bfloat16; `size
 
 from ml_collections import ConfigDict
 
-from configs import archs, base
+from configs import archs, base, longest
 from configs.argument import parse
 from model.errors import choose
 
@@ -27,6 +27,7 @@ def get_config(argument: str = "") -> ConfigDict:
     c.model.update(size["model"])
     c.model.layers = max(c.model.layers, len(c.model.mixers))
     archs.read_bidirectionally(c)
+    longest.use(c, arg.length)
     c.data.task = "majority"
     c.data.majority = dict(length=arg.length)
     c.steps, c.batch_size = size["steps"], size["rows"]

@@ -1,7 +1,7 @@
 """Self-pretraining: a model learns a task's own training inputs before the task (https://arxiv.org/abs/2310.02980).
 
-A switch of benchmark configs, `start=...`. Scores from scratch overstate how far architectures are apart. Feeds the
-table `self_pretraining`.
+A switch of benchmark configs (lra, seqimage, listops), `start=...`. Scores from scratch overstate how far
+architectures are apart. Feeds the table `self_pretraining`.
 
     python -m train --config=configs/lra.py:task=listops,arch=attention,start=pretrain_masked --workdir=runs/first
     python -m train --config=configs/lra.py:task=listops,arch=attention,start=from_masked --workdir=runs/then \\
@@ -14,7 +14,7 @@ A recipe's batch norms are layer norms in causal models.
 
 from ml_collections import ConfigDict
 
-from model.errors import choose
+from model.errors import UserError, choose
 
 STARTS = ("scratch", "pretrain_masked", "pretrain_causal", "from_masked", "from_causal")
 VOCABULARY = 264  # of both runs: those of bytes, and a token that masks
@@ -25,6 +25,12 @@ def use(config: ConfigDict, start: str, tokens: bool, rate: float) -> None:
     choose("start", start, dict.fromkeys(STARTS))
     if start == "scratch":
         return
+    if start.endswith("causal") and not tokens:
+        near = start.replace("causal", "masked")
+        raise UserError(
+            f"config argument start is {start!r}, and real numbers have no next token; allowed: protocol=lra, whose "
+            f"pixels are tokens, or start=scratch, pretrain_masked, from_masked; closest: {near}"
+        )
     config.model.pool = "mean"
     if tokens:
         config.model.vocab_size = VOCABULARY

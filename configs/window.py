@@ -1,6 +1,7 @@
 """A window on any benchmark: the same model, in whose layers a token sees those less than so far away and no others.
 
-A switch of benchmark configs, `window=...`. What such a model still solves is local, however long its rows are.
+A switch of benchmark configs (lra, seqimage, listops), `window=...`. What such a model still solves is local, however
+long its rows are.
 
     python -m train --config=configs/lra.py:task=image,arch=s4d,window=32 --workdir=runs/local
 
@@ -10,12 +11,14 @@ are read both ways. Layers on top of each other see farther: n of them n times t
 
 from ml_collections import ConfigDict
 
+from configs.archs import ARCHS, MATCHED
 from model.entries import entry
 from model.errors import UserError
 from model.mixers import MIXERS
 from model.settings import section
 
 HAVE = sorted(name for name, mixer in MIXERS.items() if "window" in section(mixer) and not mixer.reads_memory)
+CUT = [arch for arch in MATCHED if all(entry(ARCHS[arch], name).mixer in HAVE for name in ARCHS[arch]["mixers"])]
 
 
 def use(config: ConfigDict, window: int) -> None:
@@ -26,8 +29,7 @@ def use(config: ConfigDict, window: int) -> None:
         kind = entry(config.model, name).mixer
         if kind not in HAVE:
             raise UserError(
-                f"config argument window is {window}, and mixer {kind!r} has none; allowed: 0, or an arch of "
-                f"{', '.join(HAVE)} alone"
+                f"config argument window is {window}, and mixer {kind!r} has none; allowed: 0, or arch={', '.join(CUT)}"
             )
         config.model.update({name: {"window": window}})
     config.model.pool = "mean"  # a vector in front of the row would see its first tokens alone

@@ -42,6 +42,7 @@ SUITE = cli.flag("suite", Literal[*SUITES], "accuracy", f"What to ask: {', '.joi
 WEIGHTS = cli.flag("weights", Name, None, "A folder of safetensors, in place of a run.")
 STEP = cli.flag("step", Literal["best", "latest"] | Whole, "latest", "The checkpoint: a step, best or latest.")
 DISTRIBUTED = flags.DEFINE_bool("distributed", False, "accuracy: join the other hosts of a pod or cluster job.")
+flags.declare_key_flag("override")
 OPTIONS = (
     cli.flag("split", Literal[*SPLITS], "test", "train, validation or test."),
     cli.flag("targets", Count, 1024, "context: bytes to predict, spread over the split."),

@@ -72,6 +72,7 @@ MIXED = flags.DEFINE_bool(
     "mixed", False, "scaling, pods: keep rows of other revisions of the code; the table names them."
 )
 OUT = cli.flag("out", Name, None, "File for the measurements, a line of JSON each.")
+flags.declare_key_flag("override")
 
 
 def bench_loop() -> Iterator[tuple[dict, str]]:

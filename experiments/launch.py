@@ -29,6 +29,7 @@ NAME = cli.flag("name", Name, None, "What the job is called; default after the w
 STORAGE = cli.flag("storage", str, "", "What is mounted at the workdir's parent on every host.")
 ZONE = cli.flag("zone", str, "", "Google's zone, for gcloud and for TPUs of SkyPilot.")
 SPOT = flags.DEFINE_bool("spot", False, "Take machines that may be taken back.")
+flags.declare_key_flag("override")
 
 
 def main(argv: list[str]) -> int:

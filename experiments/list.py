@@ -1,13 +1,15 @@
-"""Names everything there is to choose from, one line each; of what is named, every setting.
+"""Names everything there is to choose from, one line each; of what is named, every setting; of tables, every scale.
 
 python -m experiments.list
-python -m experiments.list mamba rope
+python -m experiments.list mamba rope lra
 """
 
 import ast
+import functools
 import inspect
 import itertools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -16,7 +18,10 @@ from rich.text import Text
 import data
 from configs.archs import ARCHS
 from data.sets import SETS
+from experiments.running.runs import RunSpec, texts
 from experiments.tables.definitions import TABLES
+from experiments.tables.layout import plain
+from experiments.tables.table import Table
 from model import settings
 from model.build import KINDS
 from model.contract import Mixer
@@ -32,6 +37,8 @@ from train import cli
 from train import config as configs
 from train.objective import Objective
 from train.objectives import OBJECTIVES
+
+WITHOUT_SETTINGS = ("models", "attention", "sets", "weights", "configs")  # what is named there has its line alone
 
 
 def catalogue() -> dict[str, dict[str, str]]:
@@ -55,7 +62,7 @@ def catalogue() -> dict[str, dict[str, str]]:
 
 
 def described(name: str) -> dict[str, dict[str, str]]:
-    """Of everything with this name: heading -> setting -> its default and what it may be."""
+    """Of everything with this name: heading -> setting -> its default and what it may be, or the line it has."""
     declared = {
         "mixer": {mixer: settings.section(cls, without=Mixer) for mixer, cls in MIXERS.items()},
         "position": {position: settings.section(cls, without=Position) for position, cls in POSITIONS.items()},
@@ -82,9 +89,41 @@ def described(name: str) -> dict[str, dict[str, str]]:
         found[f"architecture {name} (arch={name})"] = {
             f"model.{k}": repr(v) for k, v in configs.flatten(ARCHS[name]).items()
         }
+    if name in TABLES:
+        found[f"table {name} (experiments.reproduce {name})"] = compared(TABLES[name])
+    lines = {section: names for section, names in catalogue().items() if section.partition(" ")[0] in WITHOUT_SETTINGS}
+    found |= {section: {name: names[name]} for section, names in lines.items() if name in names}
     if not found:
-        choose("name", name, {*itertools.chain(*declared.values()), *ARCHS})
+        choose("name", name, {*itertools.chain(*declared.values(), *lines.values()), *ARCHS, *TABLES})
     return found
+
+
+def compared(table: Table) -> dict[str, str]:
+    """What a table sets beside each other, and the runs of each scale."""
+    told = {"asks": table.description, "lines": " and ".join(table.by), "columns": table.across or "one"}
+    told["numbers"] = ", ".join([table.metric, *table.also])
+    if taken := [name for name, other in TABLES.items() if other.part_of == table.name]:
+        told["takes along"] = ", ".join(taken)
+    for scale in table.scales:
+        told[f"scale {scale}"] = of_scale(table.runs(scale))
+    return told
+
+
+def of_scale(runs: Sequence[RunSpec]) -> str:
+    """How many runs there are, the values of each label, and the steps of all."""
+    labels = dict.fromkeys(key for run in runs for key in run.coordinates)
+    values = {key: dict.fromkeys(run.coordinates[key] for run in runs if key in run.coordinates) for key in labels}
+    parts = [f"{key} {', '.join(map(plain, found))}" for key, found in values.items()]
+    return "; ".join([f"{len(runs):,} runs of {sum(map(steps, runs)):,} steps together", *parts])
+
+
+def steps(run: RunSpec) -> int:
+    return _steps(run.config, tuple((key, value) for key, value in texts(run) if key != "seed"))
+
+
+@functools.cache
+def _steps(config: str, overrides: tuple[tuple[str, str], ...]) -> int:
+    return configs.load(config, overrides).steps
 
 
 def served() -> dict[str, str]:
@@ -121,7 +160,7 @@ def config_files(folder: Path) -> dict[str, str]:
 
 
 def main(argv: list[str]) -> None:
-    cli.refuse_arguments(argv[:1], "list", "names of mixers, positions, tasks, objectives and architectures")
+    cli.refuse_arguments(argv[:1], "list", "names of what it shows, such as mixers, tasks and tables")
     console = Console(highlight=False, soft_wrap=True)
     shown = catalogue() if len(argv) == 1 else dict(itertools.chain(*(described(name).items() for name in argv[1:])))
     for section, names in shown.items():

@@ -1,22 +1,23 @@
 """Runs a named table and prints it: mean and spread over seeds, and published numbers beside them.
 
     python -m experiments.reproduce quickstart [--scale=smoke] [--jobs=2] [--out=runs/quickstart]
-    python -m experiments.reproduce lra --only='task=image;arch=s4d,s5'
+    python -m experiments.reproduce lra --only='task=image;arch=s4d,s5' [--root=downloads]
 
-Call it again to take up where it stopped. A table takes along those that are part of it, unless --out names one folder:
-`positions` also fills `positions_text`. `python -m experiments.list` names the tables. `--config.KEY=VALUE`
-holds for all runs, and the table's title says so. Runs of several revisions of the code go into one table only with
---mixed, and it says so.
+It begins by saying what the runs take. Call it again to take up where it stopped. A table takes along those that are
+part of it, unless --out names one folder: `positions` also fills `positions_text`. `python -m experiments.list` names
+the tables. `--config.KEY=VALUE` holds for all runs, and the table's title says so. `--root` is where the sets lie that
+`data.prepare` made, and may be another when runs go on. Runs of several revisions of the code go into one table only
+with --mixed, and it says so.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from absl import flags
 
-from experiments.running import campaign, expand, folders
-from experiments.running.runs import read_value
+from experiments.running import campaign, cost, expand, folders
+from experiments.running.runs import Value, read_value
 from experiments.tables import rows, sources
 from experiments.tables.definitions import TABLES
 from experiments.tables.layout import sheet
@@ -33,9 +34,10 @@ JOBS = cli.flag("jobs", Count, None, "Runs at once; default one per accelerator,
 OUT = cli.flag(
     "out", Name, None, "Folder of TABLE alone; default runs/TABLE, or runs/TABLE-SCALE at another than its first scale."
 )
-
+ROOT = cli.flag("root", Name, None, "Where all prepared data lie, as given to data.prepare; default as configs say.")
 ONLY = cli.flag("only", str, None, "LABEL=VALUE,VALUE;LABEL=VALUE: a part of the table, by what its runs are called.")
 MIXED = flags.DEFINE_bool("mixed", False, "Allow runs of several revisions of the code, or makes of the data.")
+flags.declare_key_flag("override")
 
 
 def main(argv: list[str]) -> int:
@@ -44,36 +46,71 @@ def main(argv: list[str]) -> int:
     table = choose("table", argv[1], TABLES)
     if OUT.value is not None:
         refuse_remote("--out", OUT.value)
-        return reproduce(table, choose_scale(table, SCALE.value), Path(OUT.value))
+        parts = [part_of_plan(table, Path(OUT.value))]
+    else:
+        parts = [part_of_plan(part, None) for name, part in TABLES.items() if argv[1] in (name, part.part_of)]
+    elsewhere = ", or say where they lie by --root=DIR"
+    campaign.refuse_unprepared(*((part.planned, part.out) for part in parts), hint=elsewhere)
+    told = [to_run(part) for part in parts]
+    for part in parts:
+        folders.make(part.out)  # the last mistake that there can be
+    for line in filter(None, told):
+        print(line, flush=True)
     codes = []
-    for name, table in TABLES.items():
-        if argv[1] in (name, table.part_of):
-            scale = choose_scale(table, SCALE.value)
-            folder = name + (f"-{scale}" if scale != table.scales[0] else "")
-            codes.append(reproduce(table, scale, Path("runs", folder)))
-            if codes[-1] > 128:  # stopped by a signal
-                break
+    for part in parts:
+        codes.append(reproduce(part))
+        if codes[-1] > 128:  # stopped by a signal
+            break
     return max(codes)
 
 
-def reproduce(table: Table, scale: str, out: Path) -> int:
-    """Fills one table, prints it and writes its files; the exit code."""
-    changed = {key: read_value(text) for key, text in cli.overrides()}
+@dataclass(frozen=True)
+class Part:
+    """One table at one scale, and the runs that fill it."""
+
+    table: Table
+    scale: str
+    out: Path
+    planned: campaign.Plan
+
+
+def part_of_plan(table: Table, out: Path | None) -> Part:
+    """What is asked for of a table; every mistake in it is told here."""
+    scale = choose_scale(table, SCALE.value)
+    out = out or Path("runs", table.name + (f"-{scale}" if scale != table.scales[0] else ""))
     asked = table.runs(scale) if ONLY.value is None else expand.pick(table.runs(scale), ONLY.value)
-    runs = [replace(run, overrides={**run.overrides, **changed}) for run in asked]
+    runs = [replace(run, overrides={**run.overrides, **changed()}) for run in asked]
+    runs = runs if ROOT.value is None else campaign.below(runs, out, ROOT.value)
     planned = campaign.plan(runs, out)
     for repeat in campaign.repeats(runs, planned):
         raise UserError(f"table {table.name} asks for one config twice, the second time as {repeat}")
     if not MIXED.value and not all(folders.finished(out / name) for name in planned):
         there = [row for row in rows.collect(out) if row["run"] in planned] if out.is_dir() else []
         sources.refuse_other_code(there, revision(), str(out))
+    return Part(table, scale, out, planned)
+
+
+def changed() -> dict[str, Value]:
+    """What the command line overrides in every run."""
+    return {key: read_value(text) for key, text in cli.overrides()}
+
+
+def to_run(part: Part) -> str:
+    """What is not finished yet, and what it takes; nothing where all is."""
+    left = [item.config for name, item in part.planned.items() if not folders.finished(part.out / name)]
+    return f"{part.table.name}, scale {part.scale}, to run: {cost.of(left)}" if left else ""
+
+
+def reproduce(part: Part) -> int:
+    """Fills one table, prints it and writes its files; the exit code."""
+    table, scale, out, planned = part.table, part.scale, part.out, part.planned
     tally = campaign.carry_out(planned, out, JOBS.value)
     if tally.stopped:
         return campaign.exit_code(tally)
     filled = with_a_place(table, (row for row in rows.read_rows(out / "rows.jsonl") if row["run"] in planned))
     shown = layout(table, scale)
-    part = [f"only {ONLY.value}"] if ONLY.value is not None else []
-    title = ", ".join([shown.title, *part, *(f"{key}={value}" for key, value in changed.items())])
+    only = [f"only {ONLY.value}"] if ONLY.value is not None else []
+    title = ", ".join([shown.title, *only, *(f"{key}={value}" for key, value in changed().items())])
     made = sheet(filled, replace(shown, title=title))
     if not MIXED.value:
         sources.refuse_mixture(made.mixed)

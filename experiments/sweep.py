@@ -42,6 +42,7 @@ LAUNCHER = cli.flag(
     "launcher", Literal[*LAUNCHERS], "local", "How runs are started; print: not, their commands are shown."
 )
 SLURM = cli.flag("slurm", str, None, "Options for sbatch, with --launcher=slurm.")
+flags.declare_key_flag("override")
 
 
 def main(argv: list[str]) -> int:
@@ -61,6 +62,8 @@ def main(argv: list[str]) -> int:
         return 0
     for repeat in campaign.repeats(runs, planned):
         print(f"left out, same config as another run: {repeat}")
+    if LAUNCHER.value == "local":  # elsewhere data may lie on other disks
+        campaign.refuse_unprepared((planned, out))
     options = {} if SLURM.value is None else {"options": SLURM.value}
     return campaign.exit_code(campaign.carry_out(planned, out, JOBS.value, LAUNCHER.value, **options))
 

@@ -10,6 +10,8 @@ from absl import app, flags, logging
 from model import settings
 from model.errors import UserError, closest, no_device, out_of_memory
 
+flags.disclaim_key_flags()  # what `flag` defines is its caller's, so that --help of a command lists it
+
 
 def run(main: Callable[[Sequence[str]], int | None], rewrite: Callable[[Sequence[str]], list[str]] = list) -> None:
     """Parses flags, runs `main(argv)` and exits with its return value (None: 0); `rewrite` changes argv first.

@@ -1,7 +1,9 @@
 """What a user types: every mistake ends in one line and exit code 2; every command in the README runs."""
 
+import ast
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +97,35 @@ def test_mistakes_on_the_command_line(words, answer):
     command = fork(*words)
     assert command.wait() == 2 and re.search(answer, command.stderr), command.stderr
     assert "Traceback" not in command.stderr, command.stderr
+
+
+def command_files() -> dict[str, Path]:
+    """Module -> file of everything that `python -m` starts."""
+    rooms = ("train", "eval", "data", "experiments")
+    files = [
+        path for room in rooms for path in (ROOT / room).rglob("*.py") if '__name__ == "__main__"' in path.read_text()
+    ]
+    names = (".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files)
+    return dict(zip((name.removesuffix(".__main__") for name in names), files, strict=True))
+
+
+def flags_of(file: Path) -> set[str]:
+    """The flags that a file defines, or takes along from another, by the first argument of the call that does."""
+    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call) and node.args]
+    named = [(getattr(call.func, "attr", getattr(call.func, "id", "")), call.args[0]) for call in calls]
+    makes = re.compile("flag|declare_key_flag|DEFINE_.*")
+    return {first.value for how, first in named if makes.fullmatch(how) and isinstance(first, ast.Constant)}
+
+
+@pytest.mark.parametrize("module, file", command_files().items(), ids=command_files())
+def test_help_lists_every_flag(module, file):
+    wanted = flags_of(file)
+    command = fork(module, "--help")
+    command.wait()
+    listed = re.findall(r"^  --(?:\[no\])?([\w-]+): \w", command.stdout, flags=re.MULTILINE)
+    assert set(listed) == wanted, command.stdout + command.stderr
+    takes_a_config = "cli.overrides()" in file.read_text() and module != "experiments.pack"  # which refuses them
+    assert ("override" in wanted) == takes_a_config
 
 
 LACKING = RuntimeError("Unable to initialize backend 'cuda': no GPU\n(set JAX_PLATFORMS='')")

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from experiments import list as listed
 from experiments.measurements import startup
 from experiments.running import campaign, folders
 from experiments.running.expand import expand, pick, split
@@ -20,6 +21,7 @@ from experiments.tables.table import choose_scale, layout
 from model.errors import UserError
 from tests.processes import ROOT, fork
 from tests.test_report import row
+from train import config as configs
 
 DEBUG = "configs/debug.py"
 
@@ -241,6 +243,26 @@ def test_list_prints_the_settings_of_what_is_named():
     assert "mixer mamba (model.mamba)" in printed and "architecture mamba (arch=mamba)" in printed
     assert "  state           16; a whole number from 1 to " in printed
     assert "  layout            'half'; half, interleaved\n" in printed and "task mqar (data.mqar)" in printed
+
+
+def test_list_tells_what_a_table_compares():
+    code, printed, _ = call("experiments.list", "lra", "positions")
+    assert code == 0
+    assert "table lra (experiments.reproduce lra)\n  asks         Long Range Arena" in printed
+    runs = TABLES["lra"].runs("paper")
+    steps = sum(configs.load(run.config).steps for run in runs)
+    assert f"  scale paper  {len(runs)} runs of {steps:,} steps together; arch attention, " in printed
+    assert "; task listops, text, retrieval, image, pathfinder, pathx; seed 0, 1\n" in printed
+    assert "  takes along  positions_text\n" in printed
+
+
+def test_what_list_shows_may_be_asked_for(monkeypatch):
+    monkeypatch.setattr(listed, "compared", lambda table: {"asks": table.description})
+    everything = listed.catalogue()
+    monkeypatch.setattr(listed, "catalogue", lambda: everything)
+    for section, shown in everything.items():
+        for name in shown if not section.startswith("what each") else ():
+            assert listed.described(name), section
 
 
 def test_list_names_everything():

@@ -1,13 +1,14 @@
 """Steps a second and memory by length: measured like a run, shown in two tables of the same rows."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import pytest
 
 from data.pipeline import Batch
-from experiments import reproduce
 from experiments.measurements import steps
 from experiments.running import campaign, folders
 from experiments.running.runs import RunSpec, command, texts
@@ -15,9 +16,9 @@ from experiments.tables import rows
 from experiments.tables.definitions import TABLES
 from experiments.tables.table import layout
 from model.mixers import MIXERS
+from tests.processes import ROOT
 from tests.test_experiments import call
 from tests.test_report import row
-from train import cli
 from train import config as configs
 from train.run import prepare
 from train.sharding import put_batch
@@ -69,20 +70,19 @@ def test_runs_are_of_published_sizes_and_stand_beside_published_numbers():
     assert not layout(speed, "smoke").published
 
 
-def test_speed_and_memory_are_of_the_same_runs(tmp_path, monkeypatch, capsys):
+def test_speed_and_memory_are_of_the_same_runs(tmp_path, monkeypatch):
     """Every run has its result already, so nothing is measured."""
-    (tmp_path / "configs").symlink_to(Path(__file__).parent.parent / "configs")
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    for flag, value in {"SCALE": "smoke", "OUT": None, "JOBS": None, "ONLY": None, "MIXED": False}.items():
-        monkeypatch.setattr(reproduce, flag, SimpleNamespace(value=value))
-    monkeypatch.setattr(cli, "overrides", list)
     out = Path("runs", "lra_speed-smoke")
     for name, item in campaign.plan(TABLES["lra_speed"].runs("smoke"), out).items():
         folders.claim(out / name, item.run, item.config_hash)
         figures = {"steps_per_s": 12.5, "memory_gb": item.run.labels["length"] / 1024}
         made = row(dict(item.run.labels), 0, 0.5, baselines={}) | {"metrics": figures}
         folders.write_json(out / name / "result.json", made | {"config_hash": item.config_hash})
-    assert reproduce.main(["reproduce", "lra_speed"]) == 0
+    words = [sys.executable, "-m", "experiments.reproduce", "lra_speed", "--scale=smoke"]
+    done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     speed, memory = ((folder / "table.md").read_text() for folder in (out, out / "memory_gb"))
     assert "| attention | 12.5 | 12.5 |" in speed and "| attention | 0.25 | 0.5 |" in memory
-    assert capsys.readouterr().out.count("24 finished before") == 1
+    assert done.stdout.count("24 finished before") == 1

@@ -1,5 +1,7 @@
 """Self-pretraining: a task's own inputs first, then the task from those parameters."""
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from experiments.running import campaign
 from experiments.tables.definitions import TABLES
 from experiments.tables.table import with_a_place
 from model.errors import UserError
+from model.paths import by_path
+from tests import sets
 from train import config as configs
 from train.checkpoint import load_params
 from train.loop import train
@@ -83,6 +87,37 @@ def settings(start: str, **changes) -> configs.ConfigDict:
 def test_a_model_that_sees_the_next_token_is_refused():
     with pytest.raises(UserError, match=r"this model sees it; closest: model\.causal=True"):
         prepare(settings("pretrain_causal", **{"model.causal": False}))
+
+
+@pytest.mark.parametrize(
+    "spec, kinds",
+    [
+        ("configs/listops.py:size=short,arch=attention", ("masked", "next_token")),
+        ("configs/seqimage.py:task=smnist,protocol=lra,arch=attention", ("masked", "next_token")),
+        ("configs/seqimage.py:task=smnist,arch=attention", ("masked_values",)),
+    ],
+)
+def test_other_benchmarks_begin_with_their_inputs_too(spec, kinds, tmp_path):
+    sets.write(tmp_path)
+    digits = {"data.smnist.root": str(tmp_path), "data.smnist.n_validation": "20"} if "seqimage" in spec else {}
+    few = {"eval_batches": "1", "batch_size": "8"}
+    for kind, how in zip(kinds, ("masked", "causal"), strict=False):
+        runs = [
+            prepare(configs.load(f"{spec},start={part}_{how}", {**digits, **few}.items()))
+            for part in ("pretrain", "from")
+        ]
+        assert [run.config.objective.kind for run in runs] == [kind, "task"]
+        assert {run.config.model.causal for run in runs} == {how == "causal"}
+        first, then = (by_path(run.abstract.params) for run in runs)
+        taken = [path for path in then if not any(re.fullmatch(p, path) for p in runs[1].config.init.fresh)]
+        assert taken and all(first[path].shape == then[path].shape for path in taken)
+
+
+@pytest.mark.parametrize("spec", ["configs/seqimage.py:task=scifar", "configs/lra.py:task=image,protocol=s4"])
+@pytest.mark.parametrize("part", ["pretrain", "from"])
+def test_real_numbers_have_no_next_token(spec, part):
+    with pytest.raises(UserError, match=f"protocol=lra.*closest: {part}_masked"):
+        configs.load(f"{spec},start={part}_causal")
 
 
 def test_an_unknown_start_is_named():

@@ -144,6 +144,28 @@ def test_a_benchmark_has_a_window_in_every_layer_or_refuses_the_mixer(arch):
     assert {key for key in flat if flat[key] != other[key]} == {f"{name}.window" for name in cut.mixers}
 
 
+@pytest.mark.quick
+def test_a_refusal_names_all_that_have_a_window_and_nothing_else():
+    with pytest.raises(UserError, match="allowed: 0, or arch=") as error:
+        loaded("mamba")
+    named = str(error.value).partition("arch=")[2].split(", ")
+    assert named == [arch for arch in MATCHED if accepted(arch)]
+
+
+def accepted(arch: str) -> bool:
+    try:
+        return bool(loaded(arch))
+    except UserError:
+        return False
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("spec", ["configs/seqimage.py:task=scifar", "configs/listops.py:size=short"])
+def test_other_benchmarks_take_a_window_too(spec):
+    whole, cut = (configs.load(f"{spec},arch=s4d,window={window}").model for window in (0, 32))
+    assert (whole.s4d.window, cut.s4d.window) == (None, 32)
+
+
 def test_a_class_is_read_off_all_tokens_where_none_sees_all():
     spec = "configs/lra.py:task=listops,arch=attention,size=paper"
     assert configs.load(spec).model.pool == "cls" and configs.load(f"{spec},window=32").model.pool == "mean"

@@ -18,6 +18,7 @@ PROFILE = cli.flag("profile", Name, None, "STEP:N writes a trace of N steps from
 COMPILE_ONLY = flags.DEFINE_bool("compile_only", False, "Compile the step for --topology and say whether it fits.")
 TOPOLOGY = cli.flag("topology", Name, None, "compile_only: CHIP:SHAPE, such as v5e:16x16, 2xv5p:4x4x4, h100:64, cpu:8.")
 DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Join the other hosts of a pod or cluster job.")
+flags.declare_key_flag("override")
 
 
 def main(argv: Sequence[str]) -> int:

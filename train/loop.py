@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from data import pipeline
 from model.errors import UserError, out_of_memory
-from train import checkpoint, hosts, profile, start, streaming
+from train import checkpoint, hosts, places, profile, start, streaming
 from train import config as configs
 from train.checkpoint import Checkpoints
 from train.clock import Clock
@@ -85,10 +85,11 @@ def open_run(run: Run, folder: Path) -> dict[str, Any] | None:
 
 
 def refuse_changes(changes: dict[str, tuple[Any, Any]], config: ConfigDict, folder: Path) -> None:
-    """Prints what differs from the config the run was started with; only keys declared safe may."""
+    """Prints what differs from the config the run was started with; only where data lie and keys declared safe may."""
     for key, (old, new) in changes.items():
         print(f"config change: {key}: {old!r} -> {new!r}")
-    unsafe = [key for key in changes if not any(fnmatchcase(key, safe) for safe in config.resume_safe)]
+    others = [key for key, (old, new) in changes.items() if not places.moved(key, old, new)]
+    unsafe = [key for key in others if not any(fnmatchcase(key, safe) for safe in config.resume_safe)]
     if unsafe:
         raise UserError(
             f"{folder} holds a run with another config ({', '.join(unsafe)} changed); give another --workdir, "

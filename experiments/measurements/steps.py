@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import jax
+from absl import flags
 from ml_collections import ConfigDict
 
 from data import pipeline
@@ -31,6 +32,7 @@ GB = 1e9
 
 CONFIG = cli.flag("config", Name, None, "A config file, FILE.py[:key=value,...] or a run's config.json.")
 WORKDIR = cli.flag("workdir", Name, None, "The folder for config.json and result.json.")
+flags.declare_key_flag("override")
 
 
 def measure(run: Run) -> dict[str, Any]:

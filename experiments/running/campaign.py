@@ -3,12 +3,14 @@
 import os
 import shlex
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
+from data import prepared
 from experiments.running import folders
 from experiments.running.launch import Event, Job, local
 from experiments.running.progress import Tally, follow
@@ -17,11 +19,13 @@ from experiments.running.slurm import slurm
 from experiments.tables import rows
 from model.errors import UserError, choose
 from train import config as configs
+from train import places
 
 
 @dataclass(frozen=True)
 class Planned:
     run: RunSpec
+    config: ConfigDict
     config_hash: str
 
 
@@ -29,20 +33,43 @@ Plan = Mapping[str, Planned]  # by folder name
 LAUNCHERS: Mapping[str, Callable[..., Iterator[Event]]] = {"local": local, "slurm": slurm}
 
 
+def below(runs: Sequence[RunSpec], out: Path, root: str) -> list[RunSpec]:
+    """The runs, with all prepared data that they read below one root."""
+    moved = (places.below(configs.load(run.config, texts(run, out)), root) for run in runs)
+    return [replace(run, overrides={**run.overrides, **where}) for run, where in zip(runs, moved, strict=True)]
+
+
 def plan(runs: Iterable[RunSpec], out: Path) -> dict[str, Planned]:
-    """Each different config once; every mistake is told here, before any run starts."""
+    """Each different config once; every mistake is told here, before any run starts.
+
+    A finished run is the one that was asked for, wherever its data lay.
+    """
     found: dict[str, tuple[RunSpec, ConfigDict]] = {}
     for run in runs:
         config = configs.load(run.config, texts(run, out))
         configs.check(config)
         found.setdefault(configs.digest(config), (run, config))
     made = names([run for run, _ in found.values()])
-    for name, (_, config) in zip(made, found.values(), strict=True):
-        _refuse_other_config(out / name, config)
     for run, _ in found.values():
         if run.source_name and run.source_name not in made:
             raise ValueError(f"a run begins with the parameters of {run.source_name}, and no run is called so")
-    return {name: Planned(run, config_hash) for name, (config_hash, (run, _)) in zip(made, found.items(), strict=True)}
+    return {
+        name: Planned(run, config, configs.digest(configs.flatten(config) | _where_it_was(out / name, config)))
+        for name, (run, config) in zip(made, found.values(), strict=True)
+    }
+
+
+def refuse_unprepared(*plans: tuple[Plan, Path], hint: str = "") -> None:
+    """Refuses runs whose data are not there, all sets in one line; asks for each different section of data once."""
+    left = [item.config for planned, out in plans for name, item in planned.items() if not folders.finished(out / name)]
+    sections = {str(sorted(configs.flatten(config.data).items())): config for config in left}
+    lacks: dict[str, list[str]] = {}
+    for root, name in dict.fromkeys(filter(None, map(places.lacking, sections.values()))):
+        lacks.setdefault(root, []).append(name)
+    if lacks:
+        sets = " and ".join(f"{', '.join(names)} below {root!r}" for root, names in lacks.items())
+        mend = " && ".join(prepared.command(root, " ".join(names)) for root, names in lacks.items())
+        raise UserError(f"not prepared, or damaged: {sets}; make ready by: {mend}{hint}")
 
 
 def repeats(runs: Iterable[RunSpec], planned: Plan) -> list[str]:
@@ -90,13 +117,16 @@ def exit_code(tally: Tally) -> int:
     return 128 + signal.Signals[tally.stopped] if tally.stopped else int(bool(tally.failed))
 
 
-def _refuse_other_config(folder: Path, config: ConfigDict) -> None:
-    """A row must come from its config alone, so not even what a resumed run may change may differ here.
+def _where_it_was(folder: Path, config: ConfigDict) -> dict[str, Any]:
+    """Where the data of the run in this folder lay, of a finished one; another config than this is refused.
 
-    Which keys those are may: it grows with the code, and tells a run nothing.
+    A row must come from its config alone, so not even what a resumed run may change may differ here. Which keys those
+    are may: it grows with the code, and tells a run nothing. So may the place of prepared data.
     """
     found = configs.tuples(folders.read_json(folder / "config.json") or {})
     old, new = configs.flatten(found), configs.flatten(config)
-    for key in sorted((old.keys() & new.keys()) - {"resume_safe"}):
-        if old[key] != new[key]:
+    other = [key for key in sorted((old.keys() & new.keys()) - {"resume_safe"}) if old[key] != new[key]]
+    for key in other:
+        if not places.moved(key, old[key], new[key]):
             raise UserError(f"{folder} holds a run with {key}={old[key]}, not {key}={new[key]}; choose another --out")
+    return {key: old[key] for key in other} if folders.finished(folder) else {}

@@ -16,6 +16,7 @@ from typing import Any
 from experiments.running import folders
 from model.errors import UserError, closest
 from model.settings import shown
+from train import places
 from train.workdir import parse_json, write_text
 
 Row = dict[str, Any]
@@ -132,6 +133,7 @@ def changed(row: Row) -> str:
         f"{change['key']} {change['old']} -> {change['new']} at step {change['step']}"
         for change in row.get("changes", [])
         if change["key"].partition(".")[0] not in HARMLESS
+        and not places.moved(change["key"], change["old"], change["new"])
     )
     return ", ".join(told)
 

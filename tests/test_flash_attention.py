@@ -165,9 +165,17 @@ LOWERED = CALLS | {
 FEW = ("prefix", "buckets", "all", "blocks", "causal blocks")
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("dtype", "names"), [("bfloat16", FEW), ("bfloat16", LOWERED), ("float32", LOWERED)])
-def test_kernels_lower_for_a_gpu(dtype, names):
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "names"),
+    [
+        pytest.param("NVIDIA H200", "bfloat16", FEW, marks=pytest.mark.quick),
+        ("NVIDIA H200", "bfloat16", LOWERED),
+        pytest.param("NVIDIA A100-SXM4-80GB", "bfloat16", FEW, marks=pytest.mark.quick),  # has tiles of its own
+        ("NVIDIA H200", "float32", LOWERED),
+    ],
+)
+def test_kernels_lower_for_a_gpu(kind, dtype, names):
     def pulled(values):
         out = {}
         for name in names:
@@ -176,6 +184,6 @@ def test_kernels_lower_for_a_gpu(dtype, names):
             out[name] = found, pull(found)
         return out
 
-    with made_for("NVIDIA H200"):
+    with made_for(kind):
         text = jax.jit(pulled).trace(arrays(dtype)).lower(lowering_platforms=("cuda",)).as_text()
     assert all(text.count(f'name = "flash_{kernel}') == len(names) for kernel in ("out", "queries", "keys"))

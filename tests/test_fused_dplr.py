@@ -242,7 +242,7 @@ def test_devices_keep_their_rows_and_heads():
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        ("rwkv7", "bfloat16"),
+        pytest.param("rwkv7", "bfloat16", marks=pytest.mark.quick),
         pytest.param("kda", "bfloat16", marks=pytest.mark.scale),
         *[pytest.param(kind, "float32", marks=pytest.mark.scale) for kind in KINDS[:2]],
     ],

@@ -6,8 +6,8 @@ are whole degrees, or from one whole pixel to another: a finite number of them, 
 tabulated here once and as whole numbers. Doubles decide only how a table is rounded, and none of them comes close to
 where that would change (tests/test_pathfinder.py), so images are the same bytes everywhere.
 
-Shape letters: O directions (360 degrees, then the K of a circle), K places of a circle, W side of a canvas, which is
-the image with an edge all around.
+Shape letters: O directions (360 degrees, then the K of a circle), K places of a circle, C those of them that one
+direction leads to, W side of a canvas, which is the image with an edge all around.
 """
 
 import functools
@@ -67,9 +67,12 @@ class Paddles(NamedTuple):
     edge: int  # pixels of the canvas around the image
     width: int  # W
     first: np.ndarray  # [360, 2, 2] from a first paddle's place to its head and to its pivot (down, right)
+    roomy: np.ndarray  # [360, 2, 2] the least place where both are in the image, and the one past the last
     step: np.ndarray  # [O] from one pivot to the next
     circle: np.ndarray  # [K] from a pivot to where the paddle may end
     weights: np.ndarray  # [O, K] how likely each end is, from 0 to ONE
+    ahead: Sprites  # [O, C] of each direction those ends that are likely at all; values: how likely
+    ahead_turns: np.ndarray  # [O, C] the directions of paddles that end there
     drawn: Sprites  # light
     taken: Sprites  # what a paddle keeps free, as far as it matters to others
     near: Sprites  # what it keeps free of others' ends
@@ -79,6 +82,7 @@ class Paddles(NamedTuple):
     aside: np.ndarray  # [360, 2] from the first seed to the second, not yet rounded
     seats: np.ndarray  # [P, 2] where the first seed may lie, degree by degree
     seat_counts: np.ndarray  # [360] of each degree how many
+    seat_starts: np.ndarray  # [360] of each degree its first
 
 
 def rounded_sines() -> np.ndarray:
@@ -155,6 +159,13 @@ def listed(pictures: list[np.ndarray], width: int, least: int = 1) -> Sprites:
     return Sprites((np.stack(found) - reach) @ (width, 1), values)
 
 
+def likely(weights: np.ndarray, circle: np.ndarray) -> tuple[Sprites, np.ndarray]:
+    """The ends [O, C] of a circle [K] that weigh more than nothing in [O, K], in their order, and their directions."""
+    most = int((weights > 0).sum(1).max())
+    which = np.argsort(weights == 0, axis=1, kind="stable")[:, :most]  # short rows end in some that weigh nothing
+    return Sprites(circle[which], np.take_along_axis(weights, which, axis=1)), DEGREES + which
+
+
 def bytes_of(sprites: Sprites) -> Sprites:
     return Sprites(sprites.offsets, sprites.values.astype(np.uint8))
 
@@ -198,15 +209,23 @@ def paddles(side: int, margin: int) -> Paddles:
     outer = np.ones((side, side), bool)
     outer[2 * law.seed_distance : -2 * law.seed_distance, 2 * law.seed_distance : -2 * law.seed_distance] = False
     seats = [np.argwhere(free_seats(outer, places)) for places in fits]
+    seat_counts = np.array([len(places) for places in seats])
+    assert seat_counts.min() > 0, "a first paddle of any direction has a seat"
+    first = np.stack([moved(length), moved(length) + moved(radius, back=True)], axis=1)[:DEGREES]
+    circle, weights = ends @ (width, 1), np.rint(raw_weights(units, ends, law.continuity)).astype(np.int32)
+    ahead, ahead_turns = likely(weights, circle)
     return Paddles(
         law=law,
         margin=margin,
         edge=edge,
         width=width,
-        first=np.stack([moved(length), moved(length) + moved(radius, back=True)], axis=1)[:DEGREES],
+        first=first,
+        roomy=np.stack([-first.min(1), side - first.max(1)], axis=1),
         step=moved(step) @ (width, 1),
-        circle=ends @ (width, 1),
-        weights=np.rint(raw_weights(units, ends, law.continuity)).astype(np.int32),
+        circle=circle,
+        weights=weights,
+        ahead=ahead,
+        ahead_turns=ahead_turns,
         drawn=sprites(drawn),
         taken=bytes_of(sprites(taken, TAKEN + 1)),
         near=bytes_of(sprites(near, FAINT + 1)),
@@ -214,20 +233,26 @@ def paddles(side: int, margin: int) -> Paddles:
         fits=tuple(fits),
         marker=listed([marker], width),
         aside=law.seed_distance * degrees,
-        seats=np.concatenate(seats),
-        seat_counts=np.array([len(places) for places in seats]),
+        seats=np.ascontiguousarray(np.concatenate(seats)),
+        seat_counts=seat_counts,
+        seat_starts=seat_counts.cumsum() - seat_counts,
     )
 
 
 def free_seats(taken: np.ndarray, places: tuple[tuple[int, int], ...]) -> np.ndarray:
     """Where in a square of taken pixels a first paddle fits that needs these `places` about it.
 
-    What is outside counts as free, as in the published generator; a last row or column may hold seats for that.
+    What is outside counts as free, as in the published generator; a last row or column may hold seats for that. The
+    square is one long number, a bit a pixel, which is moved by a place at once; behind each row are bits that are free.
     """
     side, far = len(taken), max(max(abs(y), abs(x)) for y, x in places)
-    room = np.zeros((side + 2 * far, side + 2 * far), bool)
-    room[far : far + side, far : far + side] = taken
-    blocked = np.zeros((side, side), bool)
+    width = side + far
+    room = np.zeros((side, width), bool)
+    room[:, :side] = taken
+    square, blocked = int.from_bytes(np.packbits(room, bitorder="little").tobytes(), "little"), 0
     for y, x in places:
-        blocked |= room[far + y : far + y + side, far + x : far + x + side]
-    return ~blocked
+        by = y * width + x
+        blocked |= square >> by if by >= 0 else square << -by
+    kept = (blocked & ((1 << room.size) - 1)).to_bytes(-(-room.size // 8), "little")
+    bits = np.unpackbits(np.frombuffer(kept, np.uint8), count=room.size, bitorder="little")
+    return bits.reshape(side, width)[:, :side] == 0

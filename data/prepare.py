@@ -42,6 +42,10 @@ def verify(release: Release, files: Files, writer: Writer) -> None:
         got = facts[name]["shape"][0] if name in facts else 0
         if got != want:
             raise UserError(f"{files.where} gives {got:,} rows of {name}; the release has {want:,}")
+    for name, want in release.listed.items():
+        got = facts[name]["shape"][0] + writer.left_out[name]
+        if got != want:
+            raise UserError(f"{files.where} lists {got:,} rows of {name}; the release lists {want:,}")
     for name, want in release.sha256.items():
         got = facts[name]["sha256"]
         if got != want:

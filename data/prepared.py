@@ -14,6 +14,7 @@ import json
 import math
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,7 @@ class Writer:
     def __init__(self, place: Path):
         self.place = place
         self.notes: list[str] = []
+        self.left_out: Counter[str] = Counter()  # rows of the release that an array has not
         self.filled: dict[str, np.ndarray] = {}
         self._growing: dict[str, Growing] = {}
         self._facts: dict[str, dict[str, Any]] = {}
@@ -115,6 +117,11 @@ class Writer:
     def note(self, line: str) -> None:
         """Says what is not as one may expect it; the command prints it, and the set keeps it."""
         self.notes.append(line)
+
+    def leave_out(self, name: str, line: str) -> None:
+        """Counts a row of the release that an array will not have, and says which."""
+        self.left_out[name] += 1
+        self.note(line)
 
     def append(self, name: str, part: np.ndarray) -> None:
         """Adds rows to an array, of which nothing is held in memory."""

@@ -71,8 +71,9 @@ def occupy(t: Paddles, canvas: Canvas, row: np.ndarray, place: np.ndarray, turn:
     """Takes what one paddle [A] in each of these images keeps free."""
     at = (row * t.width**2 + place)[:, None]
     for layer, sprites in ((canvas.taken.reshape(-1), t.taken), (canvas.near.reshape(-1), t.near)):
-        pixels = at + sprites.offsets[turn]
-        layer[pixels] = np.maximum(layer.take(pixels), sprites.values[turn])
+        pixels = sprites.offsets.take(turn, axis=0)
+        pixels += at
+        layer[pixels] = np.maximum(layer.take(pixels), sprites.values.take(turn, axis=0))
 
 
 def follow(
@@ -88,44 +89,53 @@ def follow(
 
     The last paddle of those that did is taken from now on.
     """
-    base = row[:, None] * t.width**2
+    base = row * t.width**2
     pivot = pivot + t.step[turn]
-    ends = pivot[:, None] + t.circle
-    free = FULL - canvas.near.reshape(-1).take(base + ends).astype(np.int32)
-    chances = (t.weights[turn] * free).cumsum(1, dtype=np.int32)
+    ends = t.ahead.offsets.take(turn, axis=0)
+    ends += (base + pivot)[:, None]
+    chances = t.ahead.values.take(turn, axis=0)
+    chances *= FULL - canvas.near.reshape(-1).take(ends)
+    np.cumsum(chances, axis=1, out=chances)
     total = chances[:, -1]
-    chosen = np.full(row.size, -1)
+    taken, place_after, turn_after = canvas.taken.reshape(-1), np.empty_like(pivot), np.full_like(turn, -1)
+    left = (total >= DEAD_END).nonzero()[0]
     for _ in range(TRIES):
-        left = np.flatnonzero((chosen < 0) & (total >= DEAD_END))
+        if not left.size:
+            break
         draws = (rng.random(left.size) * total[left]).astype(np.int32)
-        pick = (chances[left] <= draws[:, None]).sum(1)
-        pixels = base[left] + ends[left, pick][:, None] + t.core.offsets[DEGREES + pick]
-        clear = (canvas.taken.reshape(-1).take(pixels) < t.core.values[DEGREES + pick]).all(1)
-        chosen[left[clear]] = pick[clear]
-    found = np.flatnonzero(chosen >= 0)
-    chosen = chosen[found]
+        pick = (chances.take(left, axis=0) <= draws[:, None]).sum(1)
+        end, turned = ends[left, pick], t.ahead_turns[turn[left], pick]
+        pixels = t.core.offsets.take(turned, axis=0)
+        pixels += end[:, None]
+        clear = (taken.take(pixels) < t.core.values.take(turned, axis=0)).all(1)
+        place_after[left], turn_after[left] = end, np.where(clear, turned, -1)
+        left = left[~clear]
+    found = (turn_after >= 0).nonzero()[0]
     occupy(t, canvas, row[found], place[found], turn[found])
-    return found, pivot[found], ends[found, chosen], DEGREES + chosen
+    return found, pivot[found], (place_after - base)[found], turn_after[found]
 
 
 def within(t: Paddles, tails: np.ndarray, turns: np.ndarray) -> np.ndarray:
     """Whether first paddles, from these pixels [..., 2] on, have head and pivot in the image."""
-    ends = tails[..., None, :] + t.first[turns]
-    return ((ends >= 0) & (ends < t.law.side)).all((-2, -1))
+    bounds = t.roomy[turns]
+    inside = (tails >= bounds[..., 0, :]) & (tails < bounds[..., 1, :])
+    return inside[..., 0] & inside[..., 1]
 
 
 def two_seeds(t: Paddles, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     """First paddles of the two long snakes, for n attempts or fewer: pixels [A, 2, 2] and directions [A, 2]."""
     turns, around = rng.integers(DEGREES, size=(n, 1 + TRIES)), rng.integers(DEGREES, size=(n, TRIES))
-    # Any seat of a direction is as likely; where there is none the attempt fails.
-    counts = t.seat_counts[turns[:, 0]]
-    pick = (rng.random(n) * counts).astype(np.int64) + (t.seat_counts.cumsum() - t.seat_counts)[turns[:, 0]]
-    first = t.seats[np.minimum(pick, len(t.seats) - 1)]
-    second = np.rint(first[:, None] + t.aside[around]).astype(np.int64)
-    fit = within(t, second, turns[:, 1:])
-    took = (np.arange(n), fit.argmax(1))
-    good = (counts > 0) & within(t, first, turns[:, 0]) & fit[took]
-    return np.stack([first, second[took]], axis=1)[good], np.stack([turns[:, 0], turns[:, 1:][took]], axis=1)[good]
+    # Any seat of a direction is as likely.
+    pick = (rng.random(n) * t.seat_counts[turns[:, 0]]).astype(np.int64) + t.seat_starts[turns[:, 0]]
+    tails = np.empty((n, 1 + TRIES, 2), np.int64)
+    tails[:, 0] = t.seats.take(pick, axis=0)
+    tails[:, 1:] = np.rint(tails[:, :1] + t.aside[around])
+    fit = within(t, tails, turns)
+    good = (fit[:, 0] & fit[:, 1:].any(1)).nonzero()[0]
+    both = np.zeros((good.size, 2), np.int64)
+    both[:, 1] = 1 + fit[good, 1:].argmax(1)
+    good = good[:, None]
+    return tails[good, both], turns[good, both]
 
 
 def long_pairs(t: Paddles, contour: int, n: int, rng: np.random.Generator) -> tuple[Canvas, Snakes, Snakes]:
@@ -136,36 +146,48 @@ def long_pairs(t: Paddles, contour: int, n: int, rng: np.random.Generator) -> tu
     S, last, empty = SLOTS[t.law.side], 2 * (contour - 1), blank(t)
     canvas = Canvas(*(np.repeat(layer, S, axis=0) for layer in empty))
     step = np.full(S, -1)  # paddles that have followed; -1: nothing is here
-    pivot = np.zeros((S, 2), np.int64)
-    places, turns = np.zeros((2, S, 2, contour), np.int64)
+    # Of the paddles as they come, now of one snake, now of the other: the one before is two back.
+    pivots, places, turns = np.zeros((3, S, 2 * contour), np.int64)
+    pivot, place, turn = (array.reshape(-1) for array in (pivots, places, turns))
     made, count = [], 0
     while count < n:
-        idle = np.flatnonzero(step < 0)
-        tails, directions = two_seeds(t, idle.size, rng)
-        idle = idle[: len(tails)]
-        canvas.put(idle, empty)
-        step[idle], turns[idle, :, 0] = 0, directions
-        places[idle, :, 0] = (tails + t.edge) @ (t.width, 1)
-        pivot[idle] = (tails + t.first[directions, 1] + t.edge) @ (t.width, 1)
+        idle = (step < 0).nonzero()[0]
+        if idle.size:
+            tails, directions = two_seeds(t, idle.size, rng)
+            idle = idle[: len(tails)]
+            canvas.put(idle, empty)
+            step[idle], turns[idle, :2] = 0, directions
+            places[idle, :2] = (tails + t.edge) @ (t.width, 1)
+            pivots[idle, :2] = (tails + t.first[directions, 1] + t.edge) @ (t.width, 1)
 
-        row = np.flatnonzero(step >= 0)
-        now, who = step[row] // 2, step[row] % 2
-        last_place, last_turn = places[row, who, now], turns[row, who, now]
-        found, *new = follow(t, canvas, row, pivot[row, who], last_place, last_turn, rng)
+        row = (step >= 0).nonzero()[0]
+        at = 2 * contour * row + step[row]
+        found, *new = follow(t, canvas, row, pivot[at], place[at], turn[at], rng)
         step[row] = -1
-        row, now, who = row[found], now[found], who[found]
-        step[row] = 2 * now + who + 1
-        pivot[row, who], places[row, who, now + 1], turns[row, who, now + 1] = new
+        row, at = row[found], at[found]
+        step[row] = at - 2 * contour * row + 1
+        pivot[at + 2], place[at + 2], turn[at + 2] = new
 
-        done = np.flatnonzero(step == last)
+        done = (step == last).nonzero()[0]
         if done.size:
-            occupy(t, canvas, done, places[done, 1, -1], turns[done, 1, -1])
+            occupy(t, canvas, done, places[done, -1], turns[done, -1])
             made.append((*canvas.of(done), places[done], turns[done]))
             step[done] = -1
             count += done.size
     taken, near, places, turns = (np.concatenate(arrays)[:n] for arrays in zip(*made, strict=True))
-    one, two = (Snakes(np.arange(n), places[:, i], turns[:, i]) for i in range(2))
+    one, two = (Snakes(np.arange(n), places[:, i::2], turns[:, i::2]) for i in range(2))
     return Canvas(taken, near), one, two
+
+
+def one_of(free: np.ndarray, draw: float) -> np.ndarray | None:
+    """The pixel (down, right) so far, from 0 to 1, through the free ones of a square; None: there is none."""
+    ends = np.count_nonzero(free, axis=1).cumsum()
+    number = int(draw * ends[-1])
+    if not ends[-1]:
+        return None
+    y = int(ends.searchsorted(number, side="right"))
+    before = int(ends[y - 1]) if y else 0
+    return np.array([y, free[y].nonzero()[0][number - before]])
 
 
 def seated(t: Paddles, canvas: Canvas, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -178,10 +200,9 @@ def seated(t: Paddles, canvas: Canvas, rng: np.random.Generator) -> tuple[np.nda
         again = []
         draws = zip(left, rng.integers(DEGREES, size=left.size), rng.random(left.size), strict=True)
         for row, turn, draw in draws:
-            free = free_seats(taken[row], t.fits[turn]).ravel().nonzero()[0]
-            if not free.size:
+            tail = one_of(free_seats(taken[row], t.fits[turn]), draw)
+            if tail is None:
                 continue
-            tail = np.array(divmod(int(free[int(draw * free.size)]), side))
             if within(t, tail, turn):
                 rows.append(row)
                 tails.append(tail)
@@ -194,8 +215,11 @@ def seated(t: Paddles, canvas: Canvas, rng: np.random.Generator) -> tuple[np.nda
 
 def distractor(t: Paddles, canvas: Canvas, length: int, rng: np.random.Generator) -> Snakes:
     """One short snake in each image where there is room, which it takes; a few tries each."""
-    made, left = [], np.arange(len(canvas.taken))
+    none = np.empty((0, length), np.int64)
+    made, left = [Snakes(none[:, 0], none, none)], np.arange(len(canvas.taken))
     for _ in range(DISTRACTOR_TRIES):
+        if not left.size:
+            break
         trial = canvas.of(left)
         row, tails, turn = seated(t, trial, rng)
         pivot = (tails + t.first[turn, 1] + t.edge) @ (t.width, 1)

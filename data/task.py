@@ -52,9 +52,18 @@ class Task:
     def __post_init__(self) -> None:
         check_fields(self, f"data.{self.name}")
         self.check()
+        self.check_splits()
 
     def check(self) -> None:
         """Raises UserError if the fields do not go together."""
+
+    def check_splits(self) -> None:
+        """Refuses what was prepared of so few examples that none is left for some split."""
+        sizes = self.sizes()
+        empty = next((split for split in sizes if sizes[split] == 0), None)
+        if empty is not None:
+            found = ", ".join(f"{split} {n:,}" for split, n in sizes.items())
+            raise UserError(f"data.{self.name} has no example in its {empty} split ({found}); a larger set is needed")
 
     @property
     def tail(self) -> int:

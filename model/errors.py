@@ -9,6 +9,10 @@ class UserError(Exception):
     """A mistake in what the user asked for; commands print its one line and exit with code 2."""
 
 
+# What makes a run smaller, told where it does not fit.
+LESS_MEMORY = "lower batch_size, raise optim.accumulate, keep less by model.kept=matmuls, or share out by mesh.fsdp"
+
+
 def out_of_memory(error: BaseException) -> str | None:
     """In one line what could not be had, of a device's memory or of this host's; None for any other error."""
     if isinstance(error, MemoryError):

@@ -162,7 +162,7 @@ def npy_of(thing: object) -> bytes:
 
 def small(name: str) -> Release:
     """A release of which nothing is known but its format."""
-    return dataclasses.replace(SETS[name], sha256={}, rows={})
+    return dataclasses.replace(SETS[name], sha256={}, rows={}, listed={})
 
 
 def refused(release: Release, root: Path) -> str:

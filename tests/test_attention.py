@@ -183,12 +183,12 @@ def test_on_a_gpu_the_choice_is_what_cudnn_can_serve_then_our_own():
         PACKED,
         dict(value_dim=32),
         dict(mask=Chunk(64)),
+        dict.fromkeys(("q_positions", "k_positions"), jnp.zeros((1, 4096), jnp.int32)),
     ]
     assert {picked("gpu", n=4096, **HALF, **options) for options in lacked} == {"flash"}
     assert picked("gpu", n=4096, with_lse=True, **HALF) == picked("gpu", n=4096) == "flash"
-    # Neither does any bias, positions with gaps, nor blocks that are no multiple of its tiles.
-    at = jnp.zeros((1, 4096), jnp.int32)
-    others = [dict(bias=CURVED), dict(mask=Chunk(40)), dict(q_positions=at, k_positions=at)]
+    # Neither does any bias, nor blocks that are no multiple of its tiles.
+    others = [dict(bias=CURVED), dict(mask=Chunk(40))]
     assert {picked("gpu", n=4096, **HALF, **options) for options in others} == {"tiled"}
     # Of GPUs: none before Ampere, none of AMD's, and wide heads from Hopper on.
     assert {chip: picked(chip, n=4096, **HALF) for chip in ("gpu", "ampere", "volta", "amd")} == dict(

@@ -135,6 +135,7 @@ def test_a_step_s_parameters_are_narrow_where_they_multiply_and_no_other_numbers
     np.testing.assert_array_equal(step(ready), step(params))
 
 
+@pytest.mark.quick
 def test_a_gpu_reads_prompts_by_cudnn_and_steps_by_our_own_kernel():
     model, *arrays = made("attention", "bfloat16", width=128, layers=2)
     key, token = jax.eval_shape(lambda: (jax.random.key(0), jnp.zeros(B, jnp.int32)))

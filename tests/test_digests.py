@@ -52,10 +52,20 @@ DIGESTS = {
 }
 
 
-def digest(name: str, section: dict) -> str:
-    """Over all keys of the first 1,000 examples, or of all there are: name, dtype, shape and bytes."""
+# Side and difficulty of Pathfinder's images -> the same of the first four, which take longer to make. Of those of 128
+# two have either margin.
+LARGE_IMAGES = {
+    (64, "easy"): "cc6e3bc96d731d6d38fff24e4333f2670c4d32fd3ed1be37d31234c80a6eff56",
+    (64, "hard"): "40655af1565e43f437826bb909708f0c00a50ec83058a8c30afa8df6a6b1e04e",
+    (128, "hard"): "95eb4e3a4a1768a8f7f777c7c34a33b2d98fdec21f7e149df218dc41f26c715b",
+    (256, "hard"): "d73ae51b05a11d87822a358fb1d9fd2c8ae9aa89159bf8da5c5cf749a5159b17",
+}
+
+
+def digest(name: str, section: dict, most: int = 1000) -> str:
+    """Over all keys of so many first examples, or of all there are: name, dtype, shape and bytes."""
     task = build(name, section)
-    index = np.arange(min(1000, task.size("train") or 1000))
+    index = np.arange(min(most, task.size("train") or most))
     h = hashlib.sha256()
     for key, array in sorted(gather(task, 0, "train", 0, index, index).items()):
         h.update(f"{key}/{array.dtype}/{array.shape}".encode() + array.tobytes())
@@ -72,3 +82,10 @@ def test_every_generator_is_here():
 def test_first_examples_are_the_known_bytes(name):
     section, known = DIGESTS[name]
     assert digest(name, section) == known
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("side", "difficulty"), LARGE_IMAGES)
+def test_first_large_images_are_the_known_bytes(side, difficulty):
+    section = {"side": side, "difficulty": difficulty}
+    assert digest("pathfinder", section, most=4) == LARGE_IMAGES[side, difficulty]

@@ -10,7 +10,7 @@ from model.ops.dense_attention import reference
 from model.ops.flash_attention import flash
 from model.ops.mask import CAUSAL, FULL, Band, Mask, Prefix, block_matrix, window
 from model.ops.patterns import BigBird, Chunk, Columns, Table
-from model.ops.tile_walk import Walk, walk
+from model.ops.tile_walk import Walk, tiles_met, walk
 from model.positions.score_bias import FIRE_SHARED, ALiBiBias, FIREBias, KerpleLog, T5Bias
 from tests.test_fused_ssd import made_for
 
@@ -18,6 +18,15 @@ B, L, H, G, K, V = 2, 150, 4, 2, 24, 16
 SEGMENTS = np.asarray([[1] * 30 + [2] * 90 + [0] * 30, [3] * 150])
 POSITIONS = np.asarray([[*range(30), *range(90), *[0] * 30], [*range(150)]])
 PACKED = dict(q_positions=POSITIONS, k_positions=POSITIONS, q_segments=SEGMENTS, k_segments=SEGMENTS, gapless=True)
+
+APART = PACKED | dict(gapless=False)  # who is how far away from whom is known by positions alone
+GAPS = np.sort(np.random.default_rng(2).permutation(400)[: 2 * L].reshape(2, L), axis=1)  # padding stood between
+CACHE = dict(  # the last tokens of a document, and a cache of more of them in another order, of which some are empty
+    q_positions=np.arange(60, 60 + 37)[None],
+    k_positions=np.roll(np.arange(L), 55)[None],
+    q_segments=np.ones((1, 37), np.int32),
+    k_segments=(np.roll(np.arange(L), 55) < 97)[None].astype(np.int32),
+)
 
 CALLS = {
     "causal": {},
@@ -35,6 +44,10 @@ CALLS = {
     "buckets bidirectional": {"bias": T5Bias(8, 40, causal=False), "mask": FULL},
     "MLP": {"bias": FIREBias()},
     "packed": PACKED,
+    "cache": {**CACHE, "bias": ALiBiBias(), "mask": CAUSAL & window(50)},
+    "cache, prefix": {**CACHE, "mask": CAUSAL | Prefix(17), "soft_cap": 2.0, "levels": True},
+    "packed, any order": {**APART, "bias": KerpleLog(), "mask": CAUSAL & window(60)},
+    "positions alone": {"q_positions": GAPS, "k_positions": GAPS, "bias": T5Bias(8, 40, causal=True)},
     "all": {**PACKED, "mask": CAUSAL & window(60), "soft_cap": 3.0, "bias": KerpleLog(), "sinks": True, "levels": True},
 }
 
@@ -47,8 +60,14 @@ def arrays(dtype) -> dict[str, jax.Array]:
     return {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in made.items()}
 
 
+def queries(call: dict) -> int:
+    return call["q_positions"].shape[1] if "q_positions" in call else L
+
+
 def operands(call: dict, values: dict[str, jax.Array]):
     options = dict(call)
+    n = queries(call)
+    values = values | dict(q=values["q"][:, :n], q_levels=values["q_levels"][:, :n])
     if options.pop("sinks", False):
         options["sinks"] = values["sinks"]
     if options.pop("levels", False):
@@ -62,7 +81,8 @@ def operands(call: dict, values: dict[str, jax.Array]):
 
 def values_and_gradients(run, call: dict, dtype) -> dict[str, np.ndarray]:
     """Output, log-sum-exp, and the gradients of a weighted sum of both."""
-    real = (SEGMENTS > 0 if "q_segments" in call else np.ones((B, L), bool)).reshape(B, L, 1, 1)
+    real = np.asarray(call["q_segments"] > 0 if "q_segments" in call else True)
+    real = np.broadcast_to(real, (B, queries(call)))[..., None, None]
 
     def objective(values):
         out, lse = run(*operands(call, values))
@@ -114,6 +134,28 @@ def test_tiles_that_meet_are_visited_and_no_others(mask: Mask, tile, by_key):
         assert (whole == every).all()
 
 
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize("call", [CACHE, APART], ids=["cache", "packed"])
+@pytest.mark.parametrize("mask", [CAUSAL & window(20), CAUSAL | Prefix(17)], ids=str)
+def test_tiles_of_tokens_that_stand_anywhere_are_met_from_the_first_that_is_seen(mask, call, by_key):
+    """A cache's empty end is not read, nor what a window has left."""
+    n = queries(call) // 10 * 10
+    q = {name: np.asarray(call[f"q_{name}"])[:, :n] for name in ("positions", "segments")}
+    k = {name: np.asarray(call[f"k_{name}"]) for name in ("positions", "segments")}
+    seen = (q["segments"][:, :, None] == k["segments"][:, None]) & (k["segments"][:, None] > 0)
+    seen &= np.asarray(mask.sees(q["positions"][:, :, None], k["positions"][:, None]))
+    tiles = seen.reshape(len(seen), n // 10, 10, L // 15, 15).any(axis=(2, 4))
+    tiles = np.swapaxes(tiles, 1, 2) if by_key else tiles
+    given = call | {f"q_{name}": x for name, x in q.items()}
+    _, o = prepare(jnp.zeros((B, n, H, K)), *[jnp.zeros((B, L, G, K))] * 2, **given)
+    first, end = np.moveaxis(np.asarray(tiles_met(o, (10, 15), mask, by_key)), -1, 0)
+    some = tiles.any(axis=-1)
+    assert some.any()
+    assert (first <= tiles.argmax(axis=-1))[some].all()
+    assert (end >= tiles.shape[-1] - tiles[..., ::-1].argmax(axis=-1))[some].all()
+    assert np.maximum(end - first, 0).sum() < tiles.size
+
+
 LOWERED = CALLS | {
     "blocks": {"mask": Table(64, ("10", "11"))},
     "causal blocks": {"mask": CAUSAL & BigBird(16, first=1, near=2, random=1, seed=0)},
@@ -123,9 +165,17 @@ LOWERED = CALLS | {
 FEW = ("prefix", "buckets", "all", "blocks", "causal blocks")
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize(("dtype", "names"), [("bfloat16", FEW), ("bfloat16", LOWERED), ("float32", LOWERED)])
-def test_kernels_lower_for_a_gpu(dtype, names):
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "names"),
+    [
+        pytest.param("NVIDIA H200", "bfloat16", FEW, marks=pytest.mark.quick),
+        ("NVIDIA H200", "bfloat16", LOWERED),
+        pytest.param("NVIDIA A100-SXM4-80GB", "bfloat16", FEW, marks=pytest.mark.quick),  # has tiles of its own
+        ("NVIDIA H200", "float32", LOWERED),
+    ],
+)
+def test_kernels_lower_for_a_gpu(kind, dtype, names):
     def pulled(values):
         out = {}
         for name in names:
@@ -134,6 +184,6 @@ def test_kernels_lower_for_a_gpu(dtype, names):
             out[name] = found, pull(found)
         return out
 
-    with made_for("NVIDIA H200"):
+    with made_for(kind):
         text = jax.jit(pulled).trace(arrays(dtype)).lower(lowering_platforms=("cuda",)).as_text()
     assert all(text.count(f'name = "flash_{kernel}') == len(names) for kernel in ("out", "queries", "keys"))

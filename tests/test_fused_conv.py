@@ -106,7 +106,7 @@ def lowered(chip: str, sizes: dict, packed: bool, L: int = 256, E: int = 256, W:
     return meshes.lowered(mesh, jax.value_and_grad(objective), arrays, reach)
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("sizes", [pytest.param({}, marks=pytest.mark.quick), *MESHES[1:]], ids=str)
 def test_kernels_lower_for_a_gpu_on_every_mesh(sizes):
     for packed in (False, True):
         text = lowered("gpu", sizes, packed)

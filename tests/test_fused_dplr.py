@@ -9,8 +9,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from model.ops import delta_rule as op
 from model.ops import fused_segments
-from model.ops.decays import FORGET
-from tests.jaxprs import equations
+from model.ops.decays import FORGET, STRONGEST
+from model.ops.fused_pairs import LITTLE
+from tests.jaxprs import equations, inner
 from tests.test_fused_ssd import made_for
 
 B, H, K, V, Q = 2, 2, 16, 32, 16
@@ -68,17 +69,6 @@ def distances(x, keep=None, found=None, chunk=Q):
     return jax.tree.leaves(far)
 
 
-@pytest.fixture
-def kernels_alone(monkeypatch):
-    """Where decays are too strong for kernels, nothing is right."""
-
-    def wrong(tokens, h0, opens):
-        return jnp.full_like(tokens["v"], jnp.nan), jnp.full_like(h0, jnp.nan)
-
-    monkeypatch.setattr(op, "by_products", wrong)
-
-
-@pytest.mark.usefixtures("kernels_alone")
 @pytest.mark.parametrize(
     ("kind", "length", "cut"),
     [
@@ -97,7 +87,6 @@ def test_kernels_are_the_recurrence(kind, length, cut):
     assert max(distances(inputs(kind, length), documents(length) if cut else None)) < 2e-6
 
 
-@pytest.mark.usefixtures("kernels_alone")
 @pytest.mark.parametrize(
     ("kind", "wanted", "found"),
     [
@@ -122,7 +111,6 @@ def test_segments_are_for_what_would_leave_a_gpu_empty():
     assert {case: fused_segments.segments(*case) for case in counts} == counts
 
 
-@pytest.mark.usefixtures("kernels_alone")
 @pytest.mark.scale
 def test_kernels_are_exact_up_to_their_bound():
     """Near e^-64 in a half of a chunk; and where a document begins, any decay is as good as another."""
@@ -132,7 +120,6 @@ def test_kernels_are_exact_up_to_their_bound():
     assert max(distances(x, keep)) < 2e-6
 
 
-@pytest.mark.usefixtures("kernels_alone")
 @pytest.mark.scale
 @pytest.mark.parametrize(("kind", "length"), [("kda", 40), ("rwkv7", 100)])
 def test_chunks_of_their_real_size(kind, length):
@@ -152,30 +139,82 @@ def test_any_decay_is_exact(kind, strength):
     assert max(distances(inputs(kind, 48, strength))) < 5e-6
 
 
-def test_weak_and_strong_decays_in_one_row():
-    x = inputs("kda", 48)
+@pytest.mark.parametrize("kind", ["kda", pytest.param("rwkv7", marks=pytest.mark.scale)])
+def test_weak_and_strong_decays_in_one_row(kind):
+    x = inputs(kind, 48)
     x["w"][1, 20:25, 1, 3] *= 1e3
     assert max(distances(x, documents(48))) < 2e-6
 
 
-@pytest.mark.usefixtures("kernels_alone")
+def decays_at_first(shape: tuple[int, ...]) -> np.ndarray:
+    """Those of a layer of Kimi Delta Attention before its first step, for inputs as large as normalised ones."""
+    rng = np.random.default_rng(4)
+    A, dt = rng.uniform(1, 16, shape[2:3]), np.exp(rng.uniform(np.log(1e-3), np.log(0.1), shape[2:]))
+    return -A[:, None] * np.log1p(np.exp(rng.normal(size=shape)) * np.expm1(dt))
+
+
+def decays_of(name: str, shape: tuple[int, ...]) -> np.ndarray:
+    rng, L = np.random.default_rng(3), shape[1]
+    if name == "strongest":
+        return np.full(shape, STRONGEST)
+    if name == "beyond":
+        return np.where(rng.random(shape) < 0.5, 100 * STRONGEST, -1e-3)
+    at_first = decays_at_first(shape)
+    return at_first if name == "at first" else np.where(np.arange(L)[:, None, None] % 128 < 64, at_first, -1e-2)
+
+
 @pytest.mark.scale
-@pytest.mark.parametrize(("kind", "dtype"), [("kda", "bfloat16"), ("rwkv7", "float16")])
-def test_narrow_tokens_are_summed_wide(kind, dtype):
-    x = inputs(kind, 63, strength=1)
+@pytest.mark.parametrize(
+    ("kind", "decays", "length"),
+    [
+        ("kda", "at first", 100),
+        ("kda", "strongest", 63),
+        ("rwkv7", "strongest", 7),
+        ("rwkv7", "beyond", 100),
+        ("kda", "chunks apart", 200),
+        ("rwkv7", "chunks apart", 200),
+    ],
+)
+def test_strong_decays_at_the_real_size_of_chunks(kind, decays, length):
+    """Outputs, last state and every gradient, in documents; where some chunks decay little and others do not, too."""
+    x = inputs(kind, length)
+    x["w"] = decays_of(decays, x["w"].shape)
+    strong = np.add.reduceat(x["w"], np.arange(0, length, 32), axis=1).min(axis=-1) < -LITTLE  # of halves of chunks
+    assert strong.any()
+    assert decays != "chunks apart" or not strong[:, 2:4].any()
+    assert max(distances(x, documents(length, share=0.015), chunk=64)) < 5e-6
+
+
+def test_kernels_serve_any_decay():
+    """No program is made for another way, and no device is asked which to take."""
+    x = jax.tree.map(jnp.float32, inputs("kda", 32))
+    program = jax.make_jaxpr(jax.grad(lambda x: sum(map(jnp.sum, interpreted(x, None)))))(x).jaxpr
+    kernels = [inside for eqn in equations(program, "pallas_call") for inside in inner(eqn)]
+    within = sum(len(list(equations(inside, "cond"))) for inside in kernels)
+    assert within == len(list(equations(program, "cond"))) == 2 + 2 * 3  # of pairs, and of gradients by three names
+
+
+@pytest.mark.scale
+@pytest.mark.parametrize(
+    ("kind", "dtype", "strength"), [("kda", "bfloat16", 1), ("kda", "bfloat16", 10), ("rwkv7", "float16", 1)]
+)
+def test_narrow_tokens_are_summed_wide(kind, dtype, strength):
+    x = inputs(kind, 63, strength)
     narrow = {name: jnp.asarray(leaf, dtype if name in "qkv" else "float32") for name, leaf in x.items()}
     assert max(distances(jax.tree.map(lambda leaf: np.asarray(leaf, "float64"), narrow), documents(63), narrow)) < 0.02
 
 
 def test_narrow_keys_are_made_wide_nowhere():
-    """Only log decays are: scaled by in both passes, and in three launches that add up what they get."""
+    """Only log decays are: tokens are scaled by them in both passes, and paired; by three names they get something."""
     narrow = {
         name: jnp.asarray(leaf, "bfloat16" if name in "qkv" else "float32") for name, leaf in inputs("kda", 32).items()
     }
     program = jax.make_jaxpr(jax.grad(lambda x: sum(map(jnp.sum, interpreted(x, None)))))(narrow).jaxpr
     seen = [leaf.aval for eqn in equations(program, "pallas_call") for leaf in (*eqn.invars, *eqn.outvars)]
     keys = [leaf for leaf in seen if leaf.shape == narrow["k"].shape]
-    assert sum(leaf.dtype == jnp.float32 for leaf in keys) == 2 + 3 + 5
+    # Pairs and gradients take two launches, the second onto what the first has made.
+    taken, got = 2 + 2 + 2 * 3, 2 * (3 + 2) + 3
+    assert sum(leaf.dtype == jnp.float32 for leaf in keys) == taken + got
 
 
 @pytest.mark.scale
@@ -203,7 +242,7 @@ def test_devices_keep_their_rows_and_heads():
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        ("rwkv7", "bfloat16"),
+        pytest.param("rwkv7", "bfloat16", marks=pytest.mark.quick),
         pytest.param("kda", "bfloat16", marks=pytest.mark.scale),
         *[pytest.param(kind, "float32", marks=pytest.mark.scale) for kind in KINDS[:2]],
     ],
@@ -217,7 +256,8 @@ def test_kernels_lower_for_a_gpu(kind, dtype):
 
     with made_for("NVIDIA H200"):
         text = jax.jit(pulled).trace(x, documents(200)).lower(lowering_platforms=("cuda",)).as_text()
-    made = ["scaled", "solved", "states", "outputs", "pulled"]
-    made += [f"gradient_{name}" for name in ("qab" if kind == "kda" else "qabkv")]
+    by_decay = ["pairs", *[f"gradient_{name}" for name in ("qab" if kind == "kda" else "qabk")]]
+    made = ["scaled", "solved", "states", "outputs", "pulled", *by_decay, *[f"{name}_by_halves" for name in by_decay]]
+    made += ["gradient_v"] if kind == "rwkv7" else []
     assert all(f'name = "dplr_{name}"' in text for name in made)
     assert text.count('name = "dplr_states"') == 6  # in segments: forward, what they do to states and add, and again

@@ -86,6 +86,7 @@ def test_short_steps_lose_nothing():
     np.testing.assert_allclose(y, truth, atol=2e-5 * np.abs(truth).max())
 
 
+@pytest.mark.quick
 def test_kernels_lower_for_a_gpu():
     text = for_a_gpu(lambda x: op.fused_modes(**x, keep=jnp.ones((B, 256), bool), P=2), narrow(inputs(256)))
     assert all(f'name = "modes_{kernel}' in text for kernel in ("ends", "outputs", "adjoints", "gradients"))

@@ -76,7 +76,7 @@ def test_rows_are_parted_until_the_chip_is_full():
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.quick), "float32"])
 def test_kernels_lower_for_a_gpu(dtype):
     x = {
         name: leaf.astype(dtype) if name in "xBC" else leaf

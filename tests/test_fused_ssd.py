@@ -114,7 +114,7 @@ def made_for(kind):
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.quick), "float16", "float32"])
 def test_kernels_lower_for_a_gpu(dtype):
     arrays = {name: leaf.astype(dtype) if name in "xBC" else leaf for name, leaf in inputs(256).items()}
 

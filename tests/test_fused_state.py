@@ -149,7 +149,7 @@ def test_half_precision_has_room_for_decays(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        *[(kind, "bfloat16") for kind in ("head", "channels", "gated delta")],
+        *[pytest.param(kind, "bfloat16", marks=pytest.mark.quick) for kind in ("head", "channels", "gated delta")],
         *[pytest.param(kind, "bfloat16", marks=pytest.mark.scale) for kind in ("plain", "delta")],
         *[pytest.param(kind, "float32", marks=pytest.mark.scale) for kind in KINDS],
     ],

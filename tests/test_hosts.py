@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from model.errors import UserError
+from model.errors import LESS_MEMORY, UserError
 from tests.processes import fork
 from train import hosts, join
 from train.line import LOST
@@ -126,7 +126,8 @@ def test_an_address_that_nobody_has_is_refused(address, monkeypatch):
         join.initialize()
 
 
-def test_a_lack_of_memory_is_told_in_a_line():
+def test_a_lack_of_memory_is_told_in_a_line_with_what_to_do():
     with pytest.raises(jax.errors.JaxRuntimeError) as found:
         jnp.zeros(2**50, jnp.uint8).block_until_ready()
-    assert hosts.explain(found.value) == "out of memory: Out of memory allocating 1125899906842624 bytes"
+    lacking = "out of memory: Out of memory allocating 1125899906842624 bytes"
+    assert hosts.explain(found.value) == f"{lacking}; {LESS_MEMORY}"

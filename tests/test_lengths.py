@@ -20,7 +20,7 @@ from experiments.tables.definitions import TABLES
 from experiments.tables.layout import Layout, sheet
 from experiments.tables.positions import FLAT
 from experiments.tables.table import layout
-from model.errors import UserError
+from model.errors import LESS_MEMORY, UserError
 from tests.processes import run as run_command
 from tests.test_experiments import call
 from tests.test_report import row
@@ -89,7 +89,8 @@ def test_a_command_without_room_says_so_in_one_line(made):
     program = f"{imports}; cli.run(lambda _: {made})"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and done.stderr.count("\n") == 1
-    assert re.fullmatch(r"error: out of memory: Out of memory allocating \d{16} bytes; lower batch_s.*\n", done.stderr)
+    told = r"error: out of memory: Out of memory allocating \d{16} bytes; "
+    assert re.fullmatch(told + re.escape(LESS_MEMORY) + "\n", done.stderr)
 
 
 def test_a_model_without_room_is_told_at_its_start(tmp_path):

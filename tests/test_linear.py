@@ -202,6 +202,18 @@ def test_no_state_is_carried_both_ways():
         mixer.apply(zoo.params(mixer), zoo.inputs(1, 4), Context(), mixer.init_state(1, 4))
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["linear", "performer", "cosformer", "luna"])
+def test_kernels_of_a_recurrence_are_refused_where_none_runs(name):
+    """Asked for by name, in rows that are seen whole; and in packed ones, where they serve, by what they lack here."""
+    mixer = MIXERS[name](width=zoo.WIDTH, causal=False)
+    variables, fused = zoo.params(mixer), mixer.clone(implementation="fused")
+    with pytest.raises(UserError, match=r"'fused' cannot serve a row .*causal=False.*; leave it unset, or use 'chunk"):
+        fused.apply(variables, zoo.inputs(1, 4), Context())
+    with pytest.raises(UserError, match="a row .*causal=False" if name == "luna" else "the platform cpu"):
+        fused.apply(variables, zoo.inputs(1, 4), zoo.context([[1, 1, 2, 2]]))
+
+
 def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(UserError, match=r"model.linear.n_heads 3 does not divide the width 16; closest that does: 2"):
         zoo.shapes(MIXERS["linear"](width=16, n_heads=3))

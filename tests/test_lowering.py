@@ -167,8 +167,7 @@ FEATURES = {
     **dict.fromkeys(("window", "bidirectional", "pattern", "uneven blocks"), lambda n, H: {}),  # `mask_of` brings them
     "segments": lambda n, H: dict.fromkeys(("q_segments", "k_segments"), np.ones((1, n), np.int32)),
     "padding": lambda n, H: FEATURES["segments"](n, H) | dict(right_padded=True),  # which segments then are
-    "positions": lambda n, H: FEATURES["gaps"](n, H) | dict(gapless=True),
-    "gaps": lambda n, H: dict.fromkeys(("q_positions", "k_positions"), np.arange(n, dtype=np.int32)[None]),
+    "positions": lambda n, H: dict.fromkeys(("q_positions", "k_positions"), np.arange(n, dtype=np.int32)[None]),
     "bias": lambda n, H: dict(bias=Bias({"m": np.ones(H, np.float32)}, ALiBiBias(), {"m": ("heads",)})),
     "other bias": lambda n, H: dict(bias=Bias(np.ones(H, np.float32), slope, ("heads",))),
     "soft cap": lambda n, H: dict(soft_cap=3.0),

@@ -14,6 +14,7 @@ from data.paddles import (
     ONE,
     OVERLAP,
     circle_places,
+    free_seats,
     paddles,
     raw_taps,
     raw_weights,
@@ -99,6 +100,16 @@ def test_a_paddle_turns_as_the_published_formula_says(side, margin):
         want = published(law.length + margin, angle, law.continuity)
         got = dict(zip(map(tuple, ends.tolist()), t.weights[turn] / t.weights[turn].sum(), strict=True))
         assert got == pytest.approx(want, abs=2 / ONE)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("side", [32, 33, 128])
+def test_seats_are_where_no_place_about_them_is_taken(side):
+    rng = np.random.default_rng(side)
+    taken, places = rng.random((side, side)) < 0.1, tuple(map(tuple, rng.integers(-5, 6, size=(9, 2)).tolist()))
+    outside = np.pad(taken, 5)
+    want = [[not any(outside[5 + i + y, 5 + j + x] for y, x in places) for j in range(side)] for i in range(side)]
+    assert np.array_equal(free_seats(taken, places), want) and 0 < np.sum(want) < side**2
 
 
 def test_ends_are_drawn_by_their_chances():
@@ -323,6 +334,15 @@ def test_released_images_are_divided_by_one_permutation(tmp_path):
     assert task.baselines() == {"chance": 0.5, "majority": 0.5} and task.attributes == {}
     with pytest.raises(UserError, match=r"n_train is 5, but source='released' has its own sizes; closest: 160000, or"):
         build("pathfinder", {"source": "released", "root": str(tmp_path), "n_train": 5})
+
+
+@pytest.mark.quick
+def test_a_release_too_small_to_be_divided_is_refused(tmp_path):
+    sets.put(tmp_path, sets.curves(4))
+    prepare(small("lra_pathfinder32"), tmp_path)
+    says = r"data.pathfinder has no example in its validation split \(train 8, validation 0, test 0\); a larger set"
+    with pytest.raises(UserError, match=says):
+        build("pathfinder", {"source": "released", "root": str(tmp_path)})
 
 
 @pytest.mark.quick

@@ -11,9 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data import build
 from data.listops import TOKENS
 from data.prepare import prepare
 from data.prepared import is_whole, open_set, writing
+from data.rng import Stream
+from data.sets.lra_listops import parse
 from model.errors import UserError
 from tests import sets
 from tests.sets import npy_of, small
@@ -89,6 +92,17 @@ def test_released_listops(tmp_path, place):
     tokens = [TOKENS[i] for i in arrays["validation_tokens"][start:end]]
     assert " ".join(tokens) == "[MAX 1 [SM 1 1 ] [MIN 3 9 ] ]" and arrays["validation_values"][13] == 3
     assert [len(arrays[f"{split}_values"]) for split in ("train", "validation", "test")] == [25] * 3
+
+
+def test_expressions_have_the_values_that_the_law_gives_them():
+    task, stream = build("listops", {}), Stream(0, "tests")
+    for i in range(20):
+        want, tokens, _ = task.make(stream.at(i))
+        row = [" ".join(TOKENS[i] for i in tokens).encode(), str(want).encode()]
+        ids, value = parse(row)
+        assert np.array_equal(ids, tokens) and value == want
+        with pytest.raises(ValueError, match=f"where the expression gives {want}"):
+            parse([row[0], str((want + 1) % 10).encode()])
 
 
 def test_released_pairs_of_papers(tmp_path):

@@ -171,7 +171,7 @@ LOOPS = ("rnn", "lstm", "gru", "slstm")  # one token after another
 WHOLE = ("linformer", "sinkhorn", "synthesizer")  # have weights for every token of the longest row
 APART = [name for name in zoo.ALONE if not MIXERS[name].softmax and name not in LOOPS + WHOLE]
 LITTLE = {"fnet": 1.5}  # it keeps nothing but the numbers that devices exchange, and so these are seen
-STRETCH = 2048  # as in the law of cost, whose program then serves
+STRETCH = 4096  # as in the law of cost, whose program then serves
 
 
 def memory(mixer: Mixer, length: int, devices: int, packed: bool) -> int:

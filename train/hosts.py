@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from model.errors import UserError, no_device, out_of_memory
+from model.errors import LESS_MEMORY, UserError, no_device, out_of_memory
 from train import join
 from train.line import LOST, Line, end_process
 
@@ -77,7 +77,9 @@ def explain(error: BaseException) -> str:
     """An error in one line."""
     if isinstance(error, UserError):
         return " ".join(str(error).split())
-    if lacking := out_of_memory(error) or no_device(error):
+    if lacking := out_of_memory(error):
+        return f"{lacking}; {LESS_MEMORY}"
+    if lacking := no_device(error):
         return lacking
     if isinstance(error, OSError) and error.strerror:
         return f"cannot use {error.filename}: {error.strerror}" if error.filename else error.strerror

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from data.listops import CLOSE, MIN, TOKENS, ListOps
+from data.listops import CLOSE, MIN, TOKENS, ZERO, ListOps
 from data.prepared import Writer
 from data.sets.lra import archive
 from data.sets.reading import Files
@@ -31,7 +31,35 @@ def parse(cells: list[bytes]) -> tuple[np.ndarray, int]:
         )
     if len(target) != 1 or not target.isdigit():
         raise ValueError(f"its value is {target[:20]!r}, not a digit")
+    if (follows := value(ids)) != int(target):
+        raise ValueError(f"its value is {int(target)}, where the expression gives {follows}")
     return ids, int(target)
+
+
+def median(args: list[int]) -> int:
+    """Rounded down."""
+    ordered, n = sorted(args), len(args)
+    return (ordered[(n - 1) // 2] + ordered[n // 2]) // 2
+
+
+OPERATORS = (min, max, median, lambda args: sum(args) % 10)
+
+
+def value(ids: np.ndarray) -> int:
+    """Of one expression, with a stack."""
+    waiting, args = [], []
+    for token in ids.tolist():
+        if token < MIN:
+            args.append(token - ZERO)
+        elif token < CLOSE:
+            waiting.append((token, args))
+            args = []
+        elif args:
+            given, (operator, args) = args, waiting.pop()
+            args.append(OPERATORS[operator - MIN](given))
+        else:
+            raise ValueError("it has an operator without arguments")
+    return args[0]
 
 
 def convert(files: Files, writer: Writer) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import gzip
 import io
+import lzma
 import os
 import re
 import tarfile
@@ -11,11 +12,11 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from model.errors import UserError
 
-TORN = (tarfile.TarError, zipfile.BadZipFile, gzip.BadGzipFile, zlib.error, EOFError)
+TORN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, OSError)
 Watch = Callable[[int], None]  # is told how many bytes were read
 
 
@@ -59,7 +60,7 @@ class Files:
     def _entries(self, path: Path, wanted: re.Pattern) -> Iterator[Entry]:
         if path.is_dir():
             yield from self._in_folder(path, wanted)
-        elif zipfile.is_zipfile(path):
+        elif path.suffix == ".zip" or zipfile.is_zipfile(path):
             yield from self._in_zip(path, wanted)
         elif path.suffix == ".gz" and wanted.search(path.with_suffix("").as_posix()):
             with self._opened(path) as raw, gzip.GzipFile(fileobj=raw) as unpacked:
@@ -68,16 +69,16 @@ class Files:
             yield from self._in_tar(path, wanted)
         elif wanted.search(path.as_posix()):
             with self._opened(path) as raw:
-                yield Entry(path.as_posix(), str(path), path.stat().st_size, raw)
+                yield Entry(path.as_posix(), str(path), size(raw), raw)
 
     def _in_folder(self, path: Path, wanted: re.Pattern) -> Iterator[Entry]:
-        for place, folders, names in os.walk(path):
+        for place, folders, names in os.walk(path, onerror=unreadable):
             folders.sort()
             for name in sorted(names):
                 file = Path(place, name)
                 if wanted.search(file.as_posix()):
                     with self._opened(file) as raw:
-                        yield Entry(file.as_posix(), str(file), file.stat().st_size, raw)
+                        yield Entry(file.as_posix(), str(file), size(raw), raw)
 
     def _in_tar(self, path: Path, wanted: re.Pattern) -> Iterator[Entry]:
         with self._opened(path) as raw:
@@ -93,17 +94,22 @@ class Files:
                     pass
 
     def _in_zip(self, path: Path, wanted: re.Pattern) -> Iterator[Entry]:
-        with self._opened(path) as raw, zipfile.ZipFile(raw) as packed:
+        with self._opened(path) as raw, unpacked(path), zipfile.ZipFile(raw) as packed:
             for member in packed.infolist():
                 inside = harmless(member.filename, path)
                 if member.external_attr >> 28 == 0o12:
                     raise UserError(f"{path} holds {member.filename!r}, which is a link; it is not read")
+                if member.flag_bits & 1:
+                    raise UserError(f"{path} holds {member.filename!r}, which is encrypted; it is not read")
                 if not member.is_dir() and wanted.search(inside):
                     with packed.open(member) as stream:
                         yield Entry(inside, f"{path}: {inside}", member.file_size, stream)
 
     def _opened(self, path: Path) -> BinaryIO:
-        return io.BufferedReader(Watched(path, self.watch), 1 << 18)
+        try:
+            return io.BufferedReader(Watched(path, self.watch), 1 << 18)
+        except OSError as error:
+            unreadable(error)
 
 
 class Watched(io.FileIO):
@@ -114,9 +120,31 @@ class Watched(io.FileIO):
         self._watch = watch
 
     def readinto(self, buffer: memoryview) -> int | None:
-        n = super().readinto(buffer)
+        try:
+            n = super().readinto(buffer)
+        except OSError as error:
+            error.filename = self.name
+            unreadable(error)
         self._watch(n or 0)
         return n
+
+
+def unreadable(error: OSError) -> NoReturn:
+    """Names the file that cannot be read; what else fails while a set is made is taken for a failure to write it."""
+    raise UserError(f"cannot read {error.filename}: {error.strerror}") from None
+
+
+def size(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
+@contextlib.contextmanager
+def unpacked(path: Path) -> Iterator[None]:
+    """Says in one line that a zip is packed in a way that Python does not know."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise UserError(f"{path} cannot be unpacked ({error}); put one that can in its place") from None
 
 
 def harmless(name: str, archive: Path) -> str:
@@ -133,6 +161,8 @@ def whole(where: str | Path) -> Iterator[None]:
     try:
         yield
     except TORN as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the machine, not of what was read
+            raise
         why = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{where} is truncated or damaged ({why}); delete it and prepare again") from None
 

@@ -29,7 +29,8 @@ class Download:
 class Release:
     """`sha256` is of each array's bytes as converted, so it holds for an archive, one packed anew, and a folder.
 
-    Sets of which no checksum is known have the published number of rows to be judged by.
+    Sets of which no checksum is known, those of Long Range Arena, are judged by how many rows they have: as many as
+    were published, so a part of a set is told from all of it, but not one row from another.
     """
 
     name: str
@@ -38,4 +39,5 @@ class Release:
     convert: Convert
     sha256: Mapping[str, str] = field(default_factory=dict)  # array -> of its bytes
     rows: Mapping[str, int] = field(default_factory=dict)  # array -> rows
+    listed: Mapping[str, int] = field(default_factory=dict)  # array -> rows, with those left out for being empty
     passes: int = 1  # times that its files are read

@@ -47,12 +47,11 @@ class Texts:
 
 
 def each(files: Files, pattern: str, names: tuple[str, ...]) -> Iterator[tuple[str, Entry]]:
-    """One file for each name, which the pattern captures; the rest of an archive is not read once all were there."""
+    """One file for each name, which the pattern captures, and the rest of an archive, where its checksum stands."""
     missing = set(names)
     for match, entry in files.matching(pattern):
         if match[1] in missing:
             missing.remove(match[1])
             yield match[1], entry
-        if not missing:
-            return
-    raise UserError(f"{pattern.replace(chr(92), '')} for {', '.join(sorted(missing))} is not in {files.where}")
+    if missing:
+        raise UserError(f"{pattern.replace(chr(92), '')} for {', '.join(sorted(missing))} is not in {files.where}")

@@ -12,6 +12,7 @@ from model.documents import at_real, marks, reverse
 from model.errors import UserError
 from model.layers import check_divides, dense
 from model.ops.features import FEATURES
+from model.ops.fused import refuse_kernels
 from model.ops.matrix_state import IMPLEMENTATIONS, matrix_state
 from model.ops.ssd import contract
 from model.settings import Dim
@@ -51,6 +52,7 @@ def both_ways(q: Array, k: Array, v: Array, ctx: Context, implementation: str | 
     f = wide(v.dtype)
     q, k = q.astype(v.dtype), k.astype(v.dtype)
     if ctx.segments is None or ctx.right_padded:
+        refuse_kernels("matrix_state", implementation)
         h = contract("blhk,blhv->bhkv", k, v, f)
         return contract("blhk,bhkv->blhv", q, h.astype(v.dtype), f)
     # Those up to a token, those from it on, and less itself, which is among both.

@@ -11,6 +11,7 @@ from model.errors import UserError
 from model.layers import check_divides, dense, fan_in
 from model.mixers.attention import INTO_HEADS
 from model.ops.each_document import each_document
+from model.ops.fused import refuse_kernels
 from model.ops.product import product
 from model.ops.ssd import IMPLEMENTATIONS, ssd
 from model.settings import Dim
@@ -106,6 +107,7 @@ class Luna(Mixer):
             pair = of_tokens("k"), of_tokens("v")
             y, past = causal_luna(a.astype(self.dtype), q, *pair, past, ctx, self.implementation)
         else:
+            refuse_kernels("ssd", self.implementation)
             weights = dict(pq=pq, k=kernels["k"], v=kernels["v"])
             tokens = dict(q=q, pk=pk, pv=of_tokens("pv"))
             y, past = each_document(luna, weights, tokens, ctx.segments, ctx.right_padded), None

@@ -74,7 +74,8 @@ def balanced(wants: jax.Array, there: jax.Array, iterations: int) -> jax.Array:
 class Sinkhorn(WholeRow):
     """Attention within blocks, to keys that a differentiable sorting brings near (https://arxiv.org/abs/2002.11296).
 
-    The matrix that sorts blocks is the square of their number, and so is the work to mix them.
+    The matrix that sorts blocks is the square of their number, held once for each half of an iteration while the
+    gradient is taken, and so is the work to mix them.
     """
 
     n_heads: Dim = 4
@@ -84,7 +85,7 @@ class Sinkhorn(WholeRow):
     temperature: Positive = 0.75  # lower ones sort harder
 
     groups: ClassVar[dict[str, str]] = {"b1": "no_decay", "b2": "no_decay"}
-    work: ClassVar[float] = 2
+    cost: ClassVar[float] = 2
 
     def check(self, state: State, length: int) -> None:
         super().check(state)

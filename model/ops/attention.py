@@ -34,7 +34,6 @@ FEATURES = {
     "segments": "packed documents, or padding between tokens",
     "padding": "padding behind the tokens of a row",
     "positions": "positions other than 0, 1, 2, ... (a cache)",
-    "gaps": "positions that do not follow each other in a document",
     "stretch": "a device's own stretch of the queries",
     "bias": "a position bias",
     "other bias": "a position bias that is more than arithmetic on positions (FIRE)",
@@ -78,7 +77,8 @@ class Implementation:
     dtypes: tuple[str, ...] = ()  # (): any
     head_dims: int | tuple[int, ...] = 1  # they must be a multiple of this, or among these
     lengths: int = 1  # they must be a multiple of this
-    keys: int = 1  # at least
+    queries: int = 1  # at least
+    keys: int = 1  # likewise
 
 
 IMPLEMENTATIONS = {
@@ -105,9 +105,10 @@ IMPLEMENTATIONS = {
     "flash": Implementation(
         run=flash,
         summary="our own kernel for GPUs, for what cuDNN's lacks",
-        lacks=frozenset({"uneven blocks", "gaps", "stretch", "other bias", "additive", "ring"}),
+        lacks=frozenset({"uneven blocks", "stretch", "other bias", "additive", "ring"}),
         chips=(Chip("gpu", capability=(8, 0), head_dim=128),),
         dtypes=("bfloat16", "float16", "float32"),
+        queries=2,
     ),
     "ring": Implementation(
         run=ring,
@@ -209,7 +210,7 @@ def prepare(
     `[B or 1, M, H]` lower a score by the distance between the two. Of a cache `k_filled` `[]` says how much of it is
     written, from the first key on; what is behind that must be of no document. `right_padded`: segments are of one
     document a row, with padding behind it; what padding then gets means nothing. `gapless`: no padding stands inside
-    documents.
+    documents, and keys are the queries' own, so that what the mask hides is known before positions are.
     """
     (B, L, H, K), G = q.shape, k.shape[2]
     if H % G:
@@ -259,7 +260,6 @@ def features(form: Form, o: Operands, with_lse: bool) -> set[str]:
         "segments": o.k_segments is not None and not form.right_padded,
         "padding": o.k_segments is not None and form.right_padded,
         "positions": form.stretches == 0,
-        "gaps": form.stretches == 0 and not form.gapless,
         "stretch": form.stretches > 1 and form.mask != FULL,
         "bias": form.bias is not None,
         "other bias": form.bias is not None and not isinstance(form.bias, Pairwise),
@@ -295,8 +295,9 @@ def lacking(name: str, form: Form, o: Operands, with_lse: bool) -> list[str]:
     lengths = (o.q.shape[1], o.k.shape[1])
     if any(n % can.lengths for n in lengths):
         reasons.append(f"lengths {lengths[0]} and {lengths[1]} (it takes multiples of {can.lengths})")
-    if lengths[1] < can.keys:
-        reasons.append(f"{lengths[1]} keys (it takes {can.keys} or more)")
+    for what, given, least in zip(("queries", "keys"), lengths, (can.queries, can.keys), strict=True):
+        if given < least:
+            reasons.append(f"{given} {what} (it takes {least} or more)")
     return reasons
 
 

@@ -239,14 +239,8 @@ def fused_general(
     v = v.astype(wide) if v.dtype == jnp.float16 else v  # which has no room for numbers measured from a middle
     tokens = tokens | dict(v=v, w=jnp.broadcast_to(log_decays(tokens, wide), q.shape))
     tokens |= dict(beta=tokens["beta"].astype(wide)) if "beta" in tokens else {}
-    y, h = fused_dplr(tokens, h0, None if keep is None else ~keep, by_products, chunk, interpret)
+    y, h = fused_dplr(tokens, h0, None if keep is None else ~keep, chunk, interpret)
     return y.astype(wide), h
-
-
-def by_products(tokens: Tokens, h0: Array, opens: Array | None) -> tuple[Array, Array]:
-    """Outputs and the last state, whatever the decays."""
-    y, h = chunks_in_turn(forgetting(tokens, None if opens is None else ~opens, h0.dtype), h0)
-    return y.astype(tokens["v"].dtype), h
 
 
 def general(tokens: Tokens) -> bool:

@@ -16,9 +16,9 @@ from jax.experimental import pallas as pl
 from model import placement
 from model.ops.flash_kernels import Shape, keys_kernel, out_kernel, queries_kernel
 from model.ops.fused_state import launch
-from model.ops.mask import Band, Mask
+from model.ops.mask import FULL, Band, Mask
 from model.ops.scores import Form, Operands
-from model.ops.tile_walk import Walk, documents_met, walk
+from model.ops.tile_walk import Walk, tiles_met, walk
 from model.ops.tiled_attention import learned, pull_of_sinks
 
 Array = jax.Array
@@ -65,7 +65,7 @@ def shared(form: Form, o: Operands, spans: Walk, met: Array | None, size: int) -
         given["listed"] = (jnp.asarray(spans.listed), pl.BlockSpec(spans.listed.shape, lambda t, h, b: (0,)))
     if met is not None:
         one = met.shape[0] == 1
-        given["documents"] = (met, pl.BlockSpec((None, None, 2), lambda t, h, b: (0 if one else b, t, 0)))
+        given["met"] = (met, pl.BlockSpec((None, None, 2), lambda t, h, b: (0 if one else b, t, 0)))
     return given
 
 
@@ -73,7 +73,7 @@ def by_query(form: Form, o: Operands, shape: Shape, M: int) -> tuple[Walk, dict]
     """What the kernels see that have a tile of queries each."""
     (B, L, G, R, K), V = o.q.shape, o.v.shape[-1]
     spans = walk(known(form), shape[:2], (L, o.k.shape[1]), M, by_key=False)
-    met = None if o.k_segments is None else documents_met(o.q_segments, o.k_segments, shape.l, shape.m)
+    met = found(form, o, shape, by_key=False)
     head = pl.BlockSpec((None, None, L), lambda t, h, b: (b, h, 0))
     given = shared(form, o, spans, met, shape.l) | dict(
         q=(o.q.reshape(B, L, G * R, K), pl.BlockSpec((None, shape.l, None, K), lambda t, h, b: (b, t, h, 0))),
@@ -103,11 +103,23 @@ def heads_first(x: Array | None) -> Array | None:
     return None if x is None else jnp.swapaxes(x.reshape(*x.shape[:2], -1), 1, 2)
 
 
-def known(form: Form) -> Mask | None:
-    """A mask over places in the row that shows all that is seen; None: there is none."""
+def placed(form: Form) -> bool:
+    """Whether who sees whom is known by their places in the row, documents aside."""
+    return form.stretches == 1 or form.gapless
+
+
+def known(form: Form) -> Mask:
+    """A mask over places in the row that shows all that is seen."""
     if form.stretches == 1:
         return form.mask
-    return Band(*form.mask.reach()) if form.gapless else None
+    return Band(*form.mask.reach()) if form.gapless else FULL
+
+
+def found(form: Form, o: Operands, shape: Shape, by_key: bool) -> Array | None:
+    """The tiles that each may see something of, as far as only the arrays tell."""
+    if o.k_segments is None and placed(form):
+        return None
+    return tiles_met(o, shape[:2], None if placed(form) else form.mask, by_key)
 
 
 Kept = tuple[Operands, Array, Array]  # with output [B, L, G, R, V] and log-sum-exp [B, H, L]
@@ -182,7 +194,7 @@ def keys_gradients(form, M, interpret, o, dy, lse, delta):
     B, L, G, R, _ = o.q.shape
     shape, N = shapes(form, o)["keys"], o.k.shape[1]
     spans = walk(known(form), shape[:2], (L, N), M, by_key=True)
-    met = None if o.k_segments is None else documents_met(o.k_segments, o.q_segments, shape.m, shape.l)
+    met = found(form, o, shape, by_key=True)
 
     def grouped(x: Array | None, size: int) -> tuple[Array | None, pl.BlockSpec]:
         """`[B, H, L]`, all that a key-value head's queries have."""

@@ -44,9 +44,9 @@ def over(see: Refs, spans: Walk, step: Any, start: Any) -> Any:
 
         return lax.fori_loop(first, end, body, carry)
 
-    if "documents" in see:
+    if "met" in see:
         if "listed" not in see:
-            a, d = jnp.maximum(a, see["documents"][0]), jnp.minimum(d, see["documents"][1])
+            a, d = jnp.maximum(a, see["met"][0]), jnp.minimum(d, see["met"][1])
         return loop(a, d, True, start)
     parts = spans.spans.T
     for first, end, (low, high), masked in (

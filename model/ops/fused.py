@@ -28,3 +28,9 @@ def refuse(op: str, reasons: list[str], instead: str = "chunked") -> None:
         raise UserError(
             f"{op} implementation 'fused' cannot serve {'; '.join(reasons)}; leave it unset, or use {instead!r}"
         )
+
+
+def refuse_kernels(op: str, implementation: str | None) -> None:
+    """Where every token sees the whole row, no recurrence runs over it that kernels could serve."""
+    if implementation == "fused":
+        refuse(op, ["a row that all of its tokens see whole (causal=False), which is summed without a recurrence"])

@@ -20,7 +20,7 @@ from jax.experimental.pallas.triton import dot
 
 from model.ops import fused_state as linear
 from model.ops.decays import STRONGEST, filled, in_chunks
-from model.ops.fused_channels import meeting
+from model.ops.fused_pairs import meeting
 from model.ops.fused_segments import (
     TILE,
     in_turn,

@@ -79,8 +79,8 @@ def share(form: Form, o: Operands, bias: Any, implementation: str | None = None)
 
     k, v = (jax.ShapeDtypeStruct((*x.shape[:2], groups, x.shape[3]), x.dtype) for x in (o.k, o.v))
     tokens, names = ("batch", "length", "heads", None), placement.axes("length")
-    if form.stretches and not exchanged:
-        form = dataclasses.replace(form, stretches=stretches)
+    if not exchanged and stretches > 1:  # a query's place among those of a device is not that among the keys
+        form = dataclasses.replace(form, stretches=form.stretches and stretches, gapless=False)
     return Shared(
         form=dataclasses.replace(form, ring=names) if ring else form,
         o=o,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from model.ops.mask import Mask
+from model.ops.scores import Operands
 
 Array = jax.Array
 
@@ -73,20 +74,31 @@ def along(back: int | None, ahead: int | None, n: int, n_others: int, l: int, m:
     return Walk(np.stack([a, b, c, d], axis=1).astype(np.int32))
 
 
-def documents_met(own: Array, other: Array, l: int, m: int) -> Array:
-    """The first and the end of the tiles of m that share a document with each tile of l, `[B, n, 2]`.
+FAR = 2**30  # farther than any position or document
 
-    own, other: segments, [B, L] and [B, M]; 0 is padding.
+
+def tiles_met(o: Operands, tile: tuple[int, int], mask: Mask | None, by_key: bool) -> Array:
+    """The first and the end of the tiles of keys that share a document with each tile of queries, `[B or 1, n, 2]`;
+    `by_key`, the other way round. Of tokens that stand anywhere, a mask must also show something between these tiles.
     """
-    far = jnp.iinfo(jnp.int32).max
 
-    def ends(segments: Array, size: int) -> tuple[Array, Array]:
-        segments = segments.reshape(segments.shape[0], -1, size)
-        real = segments > 0
-        return jnp.min(jnp.where(real, segments, far), axis=-1), jnp.max(jnp.where(real, segments, -1), axis=-1)
+    def ends(x: Array, segments: Array | None, size: int, axis: int) -> tuple[Array, Array]:
+        """The least and the largest of a tile's real tokens, as rows or as columns."""
+        real = jnp.ones(x.shape, bool) if segments is None else segments > 0
+        tiles = [y.reshape(y.shape[0], -1, size) for y in (jnp.where(real, x, FAR), jnp.where(real, x, -1))]
+        return jnp.expand_dims(tiles[0].min(-1), axis), jnp.expand_dims(tiles[1].max(-1), axis)
 
-    (low, high), (other_low, other_high) = ends(own, l), ends(other, m)
-    meet = (low[..., None] <= other_high[:, None]) & (other_low[:, None] <= high[..., None])
+    def of_both(q: Array, k: Array) -> tuple[Array, Array, Array, Array]:
+        return *ends(q, o.q_segments, tile[0], 2), *ends(k, o.k_segments, tile[1], 1)
+
+    meet = True
+    if o.k_segments is not None:
+        low, high, other_low, other_high = of_both(o.q_segments, o.k_segments)
+        meet = (low <= other_high) & (other_low <= high)
+    if mask is not None:
+        q_low, q_high, k_low, k_high = of_both(o.q_positions, o.k_positions)
+        meet = meet & mask.block(q_low, q_high, k_low, k_high).some & (q_low < FAR) & (k_low < FAR)
+    meet = jnp.swapaxes(meet, 1, 2) if by_key else meet
     place = jnp.arange(meet.shape[-1], dtype=jnp.int32)
     first = jnp.min(jnp.where(meet, place, meet.shape[-1]), axis=-1)
     return jnp.stack([first, jnp.max(jnp.where(meet, place + 1, 0), axis=-1)], axis=-1)

@@ -24,6 +24,14 @@ def test_a_run_costs_what_its_steps_and_parameters_say(name):
     assert cost.of([config]) == (1, 30, tokens, 6 * run.params * tokens)
 
 
+def test_what_only_other_machines_can_do_is_counted_here():
+    plain, cudnn = (
+        configs.load("configs/debug.py:arch=attention", overrides)
+        for overrides in ([], [("model.attention.implementation", "cudnn"), ("model.dtype", "bfloat16")])
+    )
+    assert cost.of([cudnn]) == cost.of([plain]) and cudnn.model.attention.implementation == "cudnn"
+
+
 def test_runs_add_up_and_a_model_is_counted_once(monkeypatch):
     asked = [configs.load("configs/debug.py", [("seed", str(seed)), ("steps", "7")]) for seed in range(3)]
     one, counted, count = cost.of(asked[:1]), [], cost.parameters

@@ -54,10 +54,20 @@ def of(asked: Iterable[ConfigDict]) -> Cost:
 def parameters(config: ConfigDict, objective: Objective) -> int:
     """Numbers that a model has to train, by the shapes that its first call would give them."""
     batch = objective.view(batch_at(objective.task, config.data.seed, "train", 1, 0), None)
-    model = model_for(objective, config)
+    model = model_for(objective, anywhere(config))
 
     def init():
         return model.init(jax.random.key(0), batch["inputs"], **arguments(batch))["params"]
 
     found = by_path(nn.unbox(jax.eval_shape(init))).items()
     return sum(math.prod(x.shape) for path, x in found if path.rpartition("/")[2] not in RUNNING)
+
+
+def anywhere(config: ConfigDict) -> ConfigDict:
+    """The same model without the implementations asked for: they have no weights, and may serve other machines alone."""
+    made = config.copy_and_resolve_references()
+    for section in made.model.values():
+        if isinstance(section, ConfigDict) and "implementation" in section:
+            with section.unlocked(), section.ignore_type():
+                section.implementation = None
+    return made

@@ -64,7 +64,7 @@ def parameters(config: ConfigDict, objective: Objective) -> int:
 
 
 def anywhere(config: ConfigDict) -> ConfigDict:
-    """The same model without the implementations asked for: they have no weights, and may serve other machines alone."""
+    """The same model without the implementations asked for: they have no weights, and may need other machines."""
     made = config.copy_and_resolve_references()
     for section in made.model.values():
         if isinstance(section, ConfigDict) and "implementation" in section:

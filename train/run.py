@@ -90,6 +90,8 @@ def prepare(config: ConfigDict, task: data.Task | None = None, devices: Sequence
         return jax.tree.unflatten(jax.tree.structure(unboxed), jaxpr_as_fun(traced)(seed))
 
     shardings = sharding.shardings(boxed, mesh, rules)
+    for line in sharding.kept_whole(boxed.params, mesh, rules) if jax.process_index() == 0 else ():
+        logging.warning(line)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), unboxed, shardings)
 
     rate = schedule(config.optim, config.steps)

@@ -250,14 +250,17 @@ def test_a_ring_needs_devices_that_share_the_length():
 
 
 def test_what_is_gathered_is_told_once(caplog):
+    """Of two layers, and of the one row that a model is initialised with and a batch; and whose doing it is."""
     sharing.say.cache_clear()
     mesh = meshes.mesh_of("tpu", sequence=8)
-    q = meshes.laid(mesh, jax.ShapeDtypeStruct((B, 1024, H, 64), jnp.bfloat16), None, "sequence")
 
     def layers(q):
-        return attention(attention(q, q, q, implementation="splash"), q, q, implementation="splash")
+        return attention(attention(q, q, q, implementation="tiled"), q, q, implementation="tiled")
 
     with caplog.at_level("WARNING"):
-        meshes.lowered(mesh, layers, q)
+        for rows in (1, B):
+            q = jax.ShapeDtypeStruct((rows, 1024, H, 64), jnp.bfloat16)
+            meshes.lowered(mesh, layers, meshes.laid(mesh, q, None, "sequence"))
     (line,) = [record.message for record in caplog.records if "gathers" in record.message]
-    assert "all keys and values along the length, 4.0 MiB a layer" in line and "4 heads" in line
+    assert "all keys and values along the length, 1 MiB a row and layer" in line
+    assert "tiled is asked for" in line and "4 heads do not divide over 8 devices" in line

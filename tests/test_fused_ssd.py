@@ -7,8 +7,11 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from model.contract import Context
+from model.mixers.linear import Linear
 from model.ops import fused_ssd as op
 from model.ops.decays import STRONGEST
+from model.ops.fused import say
 from model.ops.ssd import lacking, ssd
 from tests import zoo
 from tests.test_ssd import assert_same, both, normal
@@ -105,6 +108,28 @@ def test_what_a_gpu_leaves_to_the_products(kind, dtype, channels, reasons):
     x, k = (jax.ShapeDtypeStruct((B, 8, H, size), dtype) for size in (channels, N))
     with made_for(kind):
         assert lacking(x, k) == reasons
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("width", "kind", "told"),
+    [
+        (768, "NVIDIA H200", ["keys of 192 channels (it takes up to 128)"]),
+        (512, "NVIDIA H200", []),
+        (768, "Tesla V100", []),  # which has no kernels at all, and says so when a run is made
+    ],
+)
+def test_a_gpu_says_once_that_a_shape_keeps_kernels_away(width, kind, told, caplog):
+    say.cache_clear()
+    mixer = Linear(width=width, dtype=jnp.bfloat16)  # 4 heads
+    x = jax.ShapeDtypeStruct((1, 64, width), jnp.bfloat16)
+    with made_for(kind), caplog.at_level("WARNING"):
+        for _ in range(2):
+            jax.eval_shape(mixer.init, jax.random.key(0), x, Context())
+    rest = "so plain XLA takes its place, which is slower; set by n_heads"
+    assert [record.message.partition(", or by")[0] for record in caplog.records] == [
+        f"matrix_state: no kernel for {reason}, {rest}" for reason in told
+    ]
 
 
 def made_for(kind):

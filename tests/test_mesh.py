@@ -97,3 +97,26 @@ def test_one_mesh_axis_does_not_split_an_array_twice(rules):
         prepare(config)
     config = configs.load("configs/debug.py", [("mesh.rules", repr(rules))])
     check_rules(make_mesh(config.mesh), rules_of(config.mesh))  # of one device there is nothing to share
+
+
+def whole(given: str, axis: str, instead: str) -> list[str]:
+    told = f"{given} do not divide over {axis} = 8, so every device holds all of them"
+    return [f"{told}; closest that do: {axis} = 4, or {instead}"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "model", "told"),
+    [
+        (dict(data=1, tensor=8), {}, whole("4 heads", "mesh.tensor", "8 heads")),
+        (dict(data=1, fsdp=8), {"width": 20, "attention.n_heads": 5}, whole("20 channels", "mesh.fsdp", "24 channels")),
+        (dict(data=2, tensor=4), {}, []),
+        (dict(data=2, tensor=4), {"attention.n_kv_heads": 1}, []),
+        (dict(data=8), {}, []),
+    ],
+    ids=["heads", "width", "shared", "multi-query", "nothing to share"],
+)
+def test_what_a_mesh_cannot_share_out_is_told_once(sizes, model, told, caplog):
+    given = {f"mesh.{axis}": size for axis, size in sizes.items()} | {f"model.{key}": model[key] for key in model}
+    with caplog.at_level("WARNING"):
+        prepare(configs.load("configs/debug.py", [(key, str(value)) for key, value in given.items()]))
+    assert [record.message for record in caplog.records] == told

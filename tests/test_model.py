@@ -183,13 +183,15 @@ def test_a_gpu_loops_over_many_layers_only(chip, looped):
         ),
     ],
 )
-def test_the_log_says_what_the_platform_decides(chip, lines, monkeypatch):
-    said = []
-    for level in ("info", "warning"):
-        monkeypatch.setattr(runs.logging, level, lambda line, *args: said.append(line % args))
+def test_what_the_platform_decides_is_said(chip, lines, monkeypatch):
+    said, config = [], base.get_config()
+    monkeypatch.setattr(runs.logging, "warning", lambda line, *args: said.append(line % args))
     with meshes.in_force(meshes.mesh_of(chip)):
-        runs.say_how(base.get_config())
-    assert said == lines
+        runs.warn_of_slowness()
+        assert runs.decided(config, most=1) + said == lines
+        assert runs.decided(config, most=8)[1:] == ["8 steps in a dispatch"]
+        config.model.scan = True
+        assert runs.decided(config, most=1) == []
 
 
 @pytest.mark.few(1)

@@ -297,11 +297,13 @@ def test_rollbacks_end(tmp_path, monkeypatch):
 
 
 def test_early_stop_and_finished_runs(tmp_path, capsys):
-    config = load(*SHORT, ("eval_every", "4"), ("target", "0.0001"))
+    config = load(*SHORT, ("eval_every", "4"), ("target", "0.0001"), ("steps_per_dispatch", "2"))
     result = train(config, str(tmp_path))
     assert result["status"] == "target" and result["steps"] == 4
+    assert capsys.readouterr().out.startswith("2 layers, looped over\n2 steps in a dispatch\n")
     assert train(config, str(tmp_path)) == result
-    assert "finished already" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "finished already" in said and "layers" not in said
 
 
 @pytest.mark.scale

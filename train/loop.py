@@ -27,7 +27,7 @@ from train.goodput import Ledger
 from train.log import MetricsLog, Progress
 from train.manifest import read_manifest, step_folder
 from train.revision import revision, source_digest
-from train.run import Run, at_length, prepare
+from train.run import Run, at_length, prepare, say_what_is_decided
 from train.sharding import replicated
 from train.step import RunState
 from train.watchdog import Watchdog
@@ -61,6 +61,7 @@ def train(config: ConfigDict, workdir: str, traced: range = range(0)) -> dict[st
                 Checkpoints(folder / "checkpoints", config.keep) as checkpoints,
                 profile.of(run, traced, folder / "profile", clock) as run,
             ):
+                say_what_is_decided(run)
                 return loop(run, folder, checkpoints, lengths, source, ledger)
 
 

@@ -82,7 +82,7 @@ def prepare(config: ConfigDict, task: data.Task | None = None, devices: Sequence
     seed = np.uint32(config.seed)
     with sharding.in_force(mesh, rules):  # what the mesh cannot share out is told here
         traced, boxed = jax.make_jaxpr(init, return_shape=True)(seed)
-        say_how(config)
+        warn_of_slowness()
     unboxed = nn.unbox(boxed)
 
     def draw(seed: jax.Array) -> RunState:
@@ -90,6 +90,8 @@ def prepare(config: ConfigDict, task: data.Task | None = None, devices: Sequence
         return jax.tree.unflatten(jax.tree.structure(unboxed), jaxpr_as_fun(traced)(seed))
 
     shardings = sharding.shardings(boxed, mesh, rules)
+    for line in sharding.kept_whole(boxed.params, mesh, rules) if jax.process_index() == 0 else ():
+        logging.warning(line)
     abstract = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), unboxed, shardings)
 
     rate = schedule(config.optim, config.steps)
@@ -99,8 +101,6 @@ def prepare(config: ConfigDict, task: data.Task | None = None, devices: Sequence
     one_step = on_mesh(step, mesh, config, **options)
     params = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract.params))
     most = dispatch.most_steps(config, rows, params, max(objective.lengths), example)
-    if most > 1:
-        logging.info("%d steps in a dispatch", most)
     many_steps = on_mesh(several(step, most), mesh, config, **options)
     return Run(
         config=config,
@@ -118,12 +118,21 @@ def prepare(config: ConfigDict, task: data.Task | None = None, devices: Sequence
     )
 
 
-def say_how(config: ConfigDict) -> None:
-    """Puts into the log what the platform in force decides."""
-    layers, version = config.model.layers, placement.capability()
-    if config.model.scan is None:
-        logging.info("%d layers, %s", layers, "looped over" if loops(layers) else "unrolled")
-    if placement.platform() == "gpu" and version < AMPERE:
+def decided(config: ConfigDict, most: int) -> list[str]:
+    """What a config leaves open, in a line each: what the platform in force makes of it."""
+    layers = config.model.layers
+    lines = [f"{layers} layers, {'looped over' if loops(layers) else 'unrolled'}"] if config.model.scan is None else []
+    return lines + [f"{most} steps in a dispatch"] * (most > 1)
+
+
+def say_what_is_decided(run: Run) -> None:
+    if jax.process_index() == 0:
+        with sharding.in_force(run.mesh, sharding.rules_of(run.config.mesh)):
+            print(*(f"{line}\n" for line in decided(run.config, run.most)), sep="", end="", flush=True)
+
+
+def warn_of_slowness() -> None:
+    if placement.platform() == "gpu" and placement.capability() < AMPERE:
         chip, needed = placement.chip(), ".".join(map(str, AMPERE))
         logging.warning("%s: kernels need %s, so plain XLA takes their place, which is slower", chip, needed)
 

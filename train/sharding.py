@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import functools
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, NamedShar
 from data.pipeline import Batch
 from model import placement
 from model.errors import UserError
+from model.paths import by_path
 
 AXES = ("data", "fsdp", "tensor", "sequence", "expert")
 
@@ -152,6 +154,34 @@ def shardings(abstract: Any, mesh: Mesh, rules: Rules) -> Any:
     """The sharding of every leaf of a tree of boxed (logically named) abstract arrays."""
     specs = nn.logical_to_mesh(nn.get_partition_spec(abstract), rules)
     return jax.tree.map(lambda leaf, spec: fitting(spec, leaf.shape, mesh), nn.unbox(abstract), specs)
+
+
+# Logical axes of parameters whose sizes follow from a config, in words.
+SIZED = dict(heads="heads", inner="inner channels", mlp="hidden channels", experts="experts", embed="channels")
+
+
+def kept_whole(params: Any, mesh: Mesh, rules: Rules) -> list[str]:
+    """A line for what the mesh is to share out and no array of a mixer or MLP has in parts; params: boxed.
+
+    Of a mixer's heads it is enough if its queries' are shared: fewer key-value heads are then repeated.
+    """
+    sizes: dict[tuple[str, str], set[int]] = {}
+    names = by_path(nn.get_partition_spec(params))
+    for path, leaf in by_path(nn.unbox(params)).items():
+        module = re.match(r"(.*?block_\d+/)?[^/]+", path)[0]
+        for name, size in zip(names[path], leaf.shape, strict=False):
+            if name in SIZED:
+                sizes.setdefault((module, name), set()).add(size)
+    lines = {}
+    for (_, name), found in sizes.items():
+        parts, size = math.prod(mesh.shape[axis] for axis in dict(rules).get(name, ())), max(found)
+        if size > 1 and all(each % parts for each in found):
+            over, fewer = product(rules, name), math.gcd(size, parts)
+            lines[name, size] = (
+                f"{size} {SIZED[name]} do not divide over {over} = {parts}, so every device holds all of them; closest "
+                f"that do: {f'{over} = {fewer}, or ' if fewer > 1 else ''}{-(-size // parts) * parts} {SIZED[name]}"
+            )
+    return list(lines.values())
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

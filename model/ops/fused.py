@@ -1,6 +1,9 @@
 """What our own GPU kernels of recurrences need of a call, said in one way."""
 
+from functools import cache
+
 import jax
+from absl import logging
 
 from model import placement
 from model.errors import UserError
@@ -21,6 +24,25 @@ def needs_unmet(tokens: jax.Array) -> list[str]:
     if stretches(tokens.shape[1]) > 1:
         reasons.append("devices that share the length")
     return reasons
+
+
+def picked(op: str, tokens: jax.Array, misfits: list[str], knobs: str) -> str:
+    """`fused` where kernels serve a call that names no implementation, else `chunked`.
+
+    Where all that they lack is a shape, `misfits`, that is told with the knobs that change it.
+    """
+    if needs_unmet(tokens):
+        return "chunked"
+    if misfits:
+        lacking = "; ".join(misfits)
+        say(f"{op}: no kernel for {lacking}, so plain XLA takes its place, which is slower; set by {knobs}")
+    return "chunked" if misfits else "fused"
+
+
+@cache
+def say(line: str) -> None:
+    """Once, however many layers and programs there are."""
+    logging.warning(line)
 
 
 def refuse(op: str, reasons: list[str], instead: str = "chunked") -> None:

@@ -15,7 +15,7 @@ from jax import lax
 from model.errors import choose
 from model.ops import chunked_channels, ssd
 from model.ops.decays import FORGET, STRONGEST
-from model.ops.fused import SIDES, needs_unmet, refuse
+from model.ops.fused import SIDES, needs_unmet, picked, refuse
 
 Array = jax.Array
 
@@ -93,10 +93,14 @@ def parts(size: int) -> list[slice]:
 
 def lacking(k: Array, v: Array) -> list[str]:
     """Why the fused kernels cannot serve a call; empty if they can."""
-    reasons = needs_unmet(v)
-    if k.shape[-1] > SIDES[-1]:
-        reasons.append(f"keys of {k.shape[-1]} channels (it takes up to {SIDES[-1]})")
-    return reasons
+    return needs_unmet(v) + misfits(k)
+
+
+def misfits(k: Array) -> list[str]:
+    return [f"keys of {k.shape[-1]} channels (it takes up to {SIDES[-1]})"] if k.shape[-1] > SIDES[-1] else []
+
+
+KNOBS = "n_heads, or by head_dim, key_dim or n_features where a mixer has one"  # that set the channels of a key
 
 
 IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked, "fused": fused}
@@ -104,9 +108,7 @@ IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked, "fused": fused}
 
 def best(k: Array, v: Array) -> str:
     """The implementation for a call that names none."""
-    if v.shape[1] == 1:
-        return "sequential"
-    return "chunked" if lacking(k, v) else "fused"
+    return "sequential" if v.shape[1] == 1 else picked("matrix_state", v, misfits(k), KNOBS)
 
 
 def matrix_state(

@@ -32,6 +32,7 @@ class Shared:
     seen: Operands  # what an implementation sees of them on one device, in shapes
     exchanged: bool  # tokens for heads
     length: tuple[str, ...]  # the mesh axes that share the length of the keys
+    asked: tuple[str, ...]  # the implementations asked for, of which one serves; (): any
 
     @property
     def gathered(self) -> bool:
@@ -39,7 +40,7 @@ class Shared:
         return bool(self.length) and not self.exchanged and not self.form.ring
 
 
-def share(form: Form, o: Operands, bias: Any, implementation: str | None = None) -> Shared:
+def share(form: Form, o: Operands, bias: Any, implementation: str | tuple[str, ...] | None = None) -> Shared:
     """How the mesh in force shares out a call, and what it leaves to one device; bias: the axes of its parameters."""
     (B, L, G, R, K), M = o.q.shape, o.k.shape[1]
     H, stretches, parts = G * R, placement.shards("length", L), placement.shards("length", M)
@@ -94,6 +95,7 @@ def share(form: Form, o: Operands, bias: Any, implementation: str | None = None)
         seen=jax.tree.map(part, o.replace(k=k, v=v), axes),
         exchanged=exchanged,
         length=names if parts > 1 else (),
+        asked=(implementation,) if isinstance(implementation, str) else implementation or (),
     )
 
 
@@ -127,12 +129,15 @@ def on_each_device(run: Callable, call: Shared, outputs: int) -> tuple[jax.Array
 
 
 def tell(call: Shared) -> None:
-    """Says what is gathered."""
-    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in (call.seen.k, call.seen.v))
+    """Says what is gathered, of a row: the same of the one that a model is initialised with and of a batch."""
+    size = sum(math.prod(x.shape[1:]) * x.dtype.itemsize for x in (call.seen.k, call.seen.v))
     heads, devices = math.prod(call.o.q.shape[2:4]), placement.shards(("heads", "length"))
+    several = "serves its pattern"
+    alone = "is asked for, where they would go round in a ring if none were"
     say(
-        f"attention gathers all keys and values along the length, {size / 2**20:.1f} MiB a layer on every device: "
-        f"its {heads} heads do not divide over {devices} devices, so they are not exchanged for tokens"
+        f"attention gathers all keys and values along the length, {size / 2**20:.3g} MiB a row and layer on every "
+        f"device: {' or '.join(call.asked)} {alone if len(call.asked) == 1 else several}, and its {heads} heads do not "
+        f"divide over {devices} devices, to be exchanged for tokens"
     )
 
 

@@ -15,7 +15,7 @@ from jax import lax
 
 from model.errors import choose
 from model.ops.decays import FORGET, STRONGEST, carry, in_chunks, parts, sums
-from model.ops.fused import SIDES, needs_unmet, refuse
+from model.ops.fused import SIDES, needs_unmet, picked, refuse
 from model.ops.stretches import handed_on, on_stretches, stretches
 
 Array = jax.Array
@@ -178,10 +178,17 @@ def fused(x: Array, dt: Array, a: Array, B: Array, C: Array, h0: Array, opens: A
 
 def lacking(x: Array, B: Array) -> list[str]:
     """Why the fused kernels cannot serve a call; empty if they can."""
-    reasons, P, N = needs_unmet(x), x.shape[-1], B.shape[-1]
-    if any(size not in SIDES for size in (P, N)):
-        reasons.append(f"{P} channels of a head with {N} numbers each (it takes {', '.join(map(str, SIDES))} of both)")
-    return reasons
+    return needs_unmet(x) + misfits(x, B)
+
+
+def misfits(x: Array, B: Array) -> list[str]:
+    P, N = x.shape[-1], B.shape[-1]
+    if P in SIDES and N in SIDES:
+        return []
+    return [f"{P} channels of a head with {N} numbers each (it takes {', '.join(map(str, SIDES))} of both)"]
+
+
+KNOBS = "head_dim and state, of luna by n_heads and packed"  # that set the sides of a state
 
 
 IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked, "fused": fused}
@@ -206,7 +213,7 @@ def ssd(
     wide; x, B and C may be narrow, and are then multiplied so. chunk: tokens whose weights are held together.
     """
     if implementation is None:
-        implementation = "sequential" if x.shape[1] == 1 else "chunked" if lacking(x, B) else "fused"
+        implementation = "sequential" if x.shape[1] == 1 else picked("ssd", x, misfits(x, B), KNOBS)
     run = choose("ssd implementation", implementation, IMPLEMENTATIONS)
     a = jnp.maximum(dt * A, STRONGEST)
     opens = None if keep is None else ~keep.astype(bool)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from absl import app, flags, logging
 
 from model import settings
-from model.errors import UserError, closest, no_device, out_of_memory
+from model.errors import LESS_MEMORY, UserError, closest, no_device, out_of_memory
 
 flags.disclaim_key_flags()  # what `flag` defines is its caller's, so that --help of a command lists it
 
@@ -29,8 +29,7 @@ def run(main: Callable[[Sequence[str]], int | None], rewrite: Callable[[Sequence
         reason = out_of_memory(error)
         if reason is None:
             raise
-        hint = "lower batch_size, raise optim.accumulate, keep less by model.kept=matmuls, or share out by mesh.fsdp"
-        print(f"error: {reason}; {hint}", file=sys.stderr)
+        print(f"error: {reason}; {LESS_MEMORY}", file=sys.stderr)
         sys.exit(1)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -346,6 +346,8 @@ def support_matrix() -> dict[str, dict[str, str]]:
         return bool(can.lacks & features) or any(some <= features for some in can.lacks_together)
 
     def head_dims(can: Implementation) -> str:
+        if isinstance(can.head_dims, tuple):
+            return "/".join(map(str, can.head_dims))
         return f"{can.head_dims}n, to {'/'.join(str(chip.head_dim) for chip in can.chips)}" if can.chips else "any"
 
     asked = [frozenset({name}) for name in FEATURES]
@@ -358,4 +360,6 @@ def support_matrix() -> dict[str, dict[str, str]]:
     table["dtype"] = line(lambda can: "/".join(can.dtypes) or "any")
     table["head dim"] = line(head_dims)
     table["length"] = line(lambda can: f"{can.lengths}n" if can.lengths > 1 else "any")
+    table["queries"] = line(lambda can: f"{can.queries} or more" if can.queries > 1 else "any")
+    table["keys"] = line(lambda can: f"{can.keys} or more" if can.keys > 1 else "any")
     return table

@@ -41,13 +41,24 @@ def folder(root: str | Path, name: str) -> Path:
     return Path(root).expanduser() / "prepared" / name
 
 
+class Unprepared(UserError):
+    """A set that is not there, or not whole, and the command that makes it."""
+
+    def __init__(self, said: str, root: str, name: str):
+        super().__init__(said, root, name)  # all of it, so that it comes whole out of another process
+        self.said, self.root, self.name = said, root, name
+
+    def __str__(self) -> str:
+        return f"{self.said} {command(self.root, self.name)}"
+
+
 def open_set(root: str, name: str) -> PreparedSet:
     """The set of that name below a root, or UserError with the command that makes it."""
     place = folder(root, name)
     try:
         written = (place / MANIFEST).stat()
     except (OSError, ValueError):  # the latter of a name that no file can have
-        raise UserError(f"no prepared set {name!r} below {root!r}; make it by: {command(root, name)}") from None
+        raise Unprepared(f"no prepared set {name!r} below {root!r}; make it by:", root, name) from None
     return _opened(str(root), name, str(place), written.st_mtime_ns)
 
 
@@ -65,9 +76,8 @@ def _opened(root: str, name: str, place: str, written: int) -> PreparedSet:
         notes = tuple(map(str, manifest["notes"]))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
         why = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
-        raise UserError(
-            f"the prepared set {name!r} below {root!r} is damaged ({why}); make it anew by: {command(root, name)}"
-        ) from None
+        said = f"the prepared set {name!r} below {root!r} is damaged ({why}); make it anew by:"
+        raise Unprepared(said, root, name) from None
     return PreparedSet(name, MappingProxyType(arrays), digest(manifest["arrays"]), notes)
 
 

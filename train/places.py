@@ -7,9 +7,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 import data
-from data.prepared import command, open_set
-from data.sets import SETS
-from model.errors import UserError
+from data.prepared import Unprepared, open_set
 
 
 class Stored(NamedTuple):
@@ -41,16 +39,12 @@ def lacking(config: ConfigDict) -> tuple[str, str] | None:
     """The root and the name of the prepared set that a config's data lack; UserError where they lack something else."""
     section = config.data[config.data.task].to_dict()
     stored = in_a_set(section.get("path", ""))
-    root = stored.root if stored else section.get("root", "")
     try:
         if stored:
-            open_set(root, stored.name)
+            open_set(stored.root, stored.name)
         data.build(config.data.task, section)
-    except UserError as error:
-        name = next((name for name in SETS if str(error).endswith(command(root, name))), None)
-        if name is None:
-            raise
-        return root, name
+    except Unprepared as error:
+        return error.root, error.name
     return None
 
 

@@ -3,7 +3,8 @@
 A comparison is fair at equal numbers of parameters: `use_matched` gives an architecture as many as `attention` has at
 that size, within 3 %, embeddings and head aside. Those with an MLP have it made wider or narrower; the others have more
 layers, or are wider. Where they read both ways, state spaces (s4, s4d, s5, lru, mega) have a second map out of their
-state, up to 9 % more at tiny, 6 % at small and 3 % above that; those that would have twice as much are matched anew.
+state, up to 9 % more at tiny, 6 % at small and 3 % above that; lstm, gru and hyena, which would have more, are matched
+anew.
 """
 
 from ml_collections import ConfigDict

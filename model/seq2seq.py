@@ -18,11 +18,12 @@ from model.documents import document_positions, open_reading
 from model.errors import UserError
 from model.heads import Answers, over_vocabulary
 from model.layers import Embed, Unembed, dense
-from model.mixers.recurrent import GRU, LSTM, Past, Recurrent, orthogonal_gates, to_gates
+from model.mixers.recurrent import GRU, LSTM, Recurrent, orthogonal_gates
 from model.ops.attention import attention, attention_weights
 from model.ops.cross_entropy import Readout, Targets
 from model.ops.embedding import at_places
 from model.ops.mask import FULL
+from model.ops.recurrence import Past, to_gates
 from model.source_target import divide, only_asked
 
 CELLS: dict[str, type[Recurrent]] = {"gru": GRU, "lstm": LSTM}

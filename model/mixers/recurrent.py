@@ -1,7 +1,7 @@
 """The classical recurrent networks: tanh RNN, LSTM and GRU.
 
-A cell is a pure function of the state before a token and of what the token and that state say to each of its G gates,
-`x = W x_t + b_x` and `u = U h_{t-1} + b_u`. Only the second is left to the loop over time.
+The token says `x = W x_t + b_x` to each of its cell's G gates, and the state before it `u = U h_{t-1} + b_u`. Only the
+second is left to the loop over time (model/ops/recurrence.py).
 
 Parameters are those of torch.nn.RNN, LSTM and GRU for n directions, gates in the same order: `W` `[D, n, G, E]` holds
 torch's `weight_ih` `[G E, D]` transposed, `U` `[n, E, G, E]` likewise its `weight_hh`, and `bias` `[n, 2, G, E]` its
@@ -9,7 +9,6 @@ torch's `weight_ih` `[G E, D]` transposed, `U` `[n, E, G, E]` likewise its `weig
 """
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import ClassVar, Literal
 
@@ -23,11 +22,9 @@ from model.contract import Context, Mixer, State, wide
 from model.documents import reverse
 from model.errors import UserError
 from model.layers import dense
+from model.ops.recurrence import Cell, Past, recurrence
 from model.ops.stretches import gathers, stretches
 from model.settings import Dim
-
-Past = dict[str, jax.Array]  # [B, E] each; h is what is read
-Cell = Callable[[Past, jax.Array, jax.Array], Past]  # past, x and u [B, G, E] -> the state after the token
 
 
 def rnn(past: Past, x: jax.Array, u: jax.Array) -> Past:
@@ -52,39 +49,18 @@ def gru(past: Past, x: jax.Array, u: jax.Array) -> Past:
     return dict(h=(1 - z) * past["h"] + z * new)
 
 
-def to_gates(h: jax.Array, kernel: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """`[B, G, E]` from `[B, N]` and `[N, G, E]`: multiplied in `dtype`, added up and returned in at least float32.
-
-    Of heads apart the kernel is `[H, K, G, K]`.
-    """
-    if kernel.ndim == 4:
-        H, K, G, _ = kernel.shape
-        parts = h.astype(dtype).reshape(-1, H, K), kernel.astype(dtype)
-        return jnp.einsum("bhk,hkgj->bghj", *parts, preferred_element_type=wide(dtype)).reshape(-1, G, H * K)
-    return jnp.tensordot(h.astype(dtype), kernel.astype(dtype), 1, preferred_element_type=wide(dtype))
-
-
-def recurrence(
+def over_rows(
     cell: Cell, x: jax.Array, U: jax.Array, bias: jax.Array, past: Past, ctx: Context
 ) -> tuple[jax.Array, Past]:
-    """Outputs `[B, L, E]` and the last state, one token after another; x: [B, L, G, E]; U: [E, G, E], or [H, K, G, K]
-    of heads apart; bias: [G, E].
+    """Outputs `[B, L, E]` and the last state; x: [B, L, G, E]; U: [E, G, E], or [H, K, G, K] of heads apart;
+    bias: [G, E].
 
     A token that opens a document finds an empty past, and padding leaves the past as it is. Each device runs its own
     rows with the whole of U: shared out, something would be sent at every token.
     """
 
     def rows(U, bias, past, tokens):
-        def step(past, token):
-            known = past
-            if "real" in token:
-                known = {name: jnp.where(token["opens"], 0, value) for name, value in past.items()}
-            new = cell(known, token["x"].astype(bias.dtype), to_gates(known["h"], U, x.dtype) + bias)
-            if "real" in token:
-                new = {name: jnp.where(token["real"], value, past[name]) for name, value in new.items()}
-            return new, new["h"].astype(x.dtype)
-
-        last, y = jax.lax.scan(step, past, jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), tokens))
+        y, last = recurrence(cell, U, bias, past, jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), tokens))
         return jnp.swapaxes(y, 0, 1), last
 
     tokens = dict(x=x)
@@ -132,7 +108,7 @@ class Recurrent(Mixer):
         says = dense((n, G, E), ("embed", None, None, "inner"), self.dtype, "W")(x) + bias[:, 0].astype(self.dtype)
 
         empty = self.init_state(x.shape[0], 0)
-        run = partial(recurrence, type(self).cell)
+        run = partial(over_rows, type(self).cell)
         y, last = run(says[:, :, 0], U[0], bias[0, 1], empty if state is None else state, ctx)
         if not self.causal:
             back, _ = run(says[:, ::-1, 1], U[1], bias[1, 1], empty, reverse(ctx))

@@ -18,9 +18,10 @@ from model.documents import neighbours
 from model.errors import UserError
 from model.layers import check_divides, fan_in
 from model.mixers.mamba import uniform
-from model.mixers.recurrent import Past, recurrence
+from model.mixers.recurrent import over_rows
 from model.ops.conv import conv_tail, short_conv_silu
 from model.ops.product import product
+from model.ops.recurrence import Past
 from model.ops.stretches import gathers, stretches
 from model.settings import Dim
 
@@ -90,7 +91,7 @@ class SLSTM(Mixer):
             return product("blhk,hkgj->blghj", x.reshape(B, L, H, K), W).reshape(B, L, 2, D)
 
         says = jnp.concatenate([gates(smooth, W[:, :, :2]), gates(x, W[:, :, 2:])], axis=2)
-        y, after = recurrence(slstm, says, U, bias, {name: past[name] for name in KEPT}, ctx)
+        y, after = over_rows(slstm, says, U, bias, {name: past[name] for name in KEPT}, ctx)
         norm = nn.LayerNorm(
             epsilon=1e-5, use_bias=False, dtype=self.dtype, param_dtype=f, feature_axes=(-2, -1), name="norm"
         )

@@ -88,17 +88,16 @@ def test_kernels_are_the_recurrence(kind, length, cut):
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted", "found"),
+    ("kind", "segments"),
     [
-        ("rwkv7", 8, 1),
-        ("kda", 32, 4),
-        *[pytest.param(*case, marks=pytest.mark.scale) for case in (("kda", 8, 1), ("rwkv7", 32, 4), ("rwkv7", 64, 8))],
+        ("rwkv7", 1),
+        ("kda", 4),
+        *[pytest.param(*case, marks=pytest.mark.scale) for case in (("kda", 1), ("rwkv7", 4), ("rwkv7", 8))],
     ],
 )
-def test_segments_at_once_are_one_after_another(kind, wanted, found, monkeypatch):
+def test_segments_at_once_are_one_after_another(kind, segments, monkeypatch):
     """Of eight chunks. Some segments are of one document, so that states go through them."""
-    monkeypatch.setattr(fused_segments, "WANTED", wanted)
-    assert fused_segments.segments(B * H * V // fused_segments.TILE, 8) == found
+    monkeypatch.setattr(fused_segments, "segments", lambda programs, chunks: segments)
     keep = documents(120, share=0.015)
     apart = keep.reshape(B, 4, -1).all(axis=-1)
     assert apart[:, 1:3].any()
@@ -107,7 +106,7 @@ def test_segments_at_once_are_one_after_another(kind, wanted, found, monkeypatch
 
 
 def test_segments_are_for_what_would_leave_a_gpu_empty():
-    counts = {(128, 1024): 1, (127, 1000): 5, (16, 1024): 32, (2, 16384): 256, (16, 8): 8, (16, 3): 1, (16, 37): 1}
+    counts = {(128, 1024): 1, (127, 1000): 5, (16, 1024): 32, (2, 16384): 128, (16, 64): 8, (16, 16): 1, (16, 37): 1}
     assert {case: fused_segments.segments(*case) for case in counts} == counts
 
 

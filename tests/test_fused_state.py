@@ -114,10 +114,10 @@ def test_a_chunk_may_be_longer_than_a_row(kind):
 
 
 @pytest.mark.scale
-@pytest.mark.parametrize("wanted", [8, 32])  # one segment of eight chunks, or four of two
+@pytest.mark.parametrize("segments", [1, 4])  # of eight chunks
 @pytest.mark.parametrize("kind", ["delta", "gated delta"])
-def test_segments_at_once_are_one_after_another(kind, wanted, monkeypatch):
-    monkeypatch.setattr(fused_segments, "WANTED", wanted)
+def test_segments_at_once_are_one_after_another(kind, segments, monkeypatch):
+    monkeypatch.setattr(fused_segments, "segments", lambda programs, chunks: segments)
     assert distance(kind, inputs(kind, 120, strength=0.1), documents(120)) < 2e-6
 
 

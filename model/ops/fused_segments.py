@@ -6,6 +6,7 @@ states are handed on from segment to segment, and the true run begins with them.
 the same maps, transposed. Letters as in model/ops/fused_state.py; S segments.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -52,11 +53,12 @@ def segment_seen(S: int, K: int, R: int) -> pl.BlockSpec:
 def segments(programs: int, chunks: int) -> int:
     """How many parts of the length are worked on at once, a divisor of the number of chunks.
 
-    Finding where they begin takes two more runs, so that few of them are not worth it.
+    Finding where they begin takes two more runs, so that few of them are not worth it; and as many steps from segment
+    to segment as there are, so that more of them than a segment has chunks are not.
     """
-    wanted = 1 if programs >= FILLING else min(chunks, -(-WANTED // programs))
+    wanted = 1 if programs >= FILLING else min(math.isqrt(chunks), -(-WANTED // programs))
     found = next(n for n in range(wanted, 0, -1) if chunks % n == 0)
-    return found if found > 3 else 1
+    return found if found > 4 else 1
 
 
 def maps_of(run: Callable, h0: Array, chunks: int) -> Array | None:

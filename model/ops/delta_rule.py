@@ -230,9 +230,12 @@ def fused(tokens: Tokens, h0: Array, keep: Array | None) -> tuple[Array, Array]:
 
 
 def fused_general(
-    tokens: Tokens, h0: Array, keep: Array | None, chunk: int = 64, interpret: bool = False
+    tokens: Tokens, h0: Array, keep: Array | None, chunk: int = 32, interpret: bool = False
 ) -> tuple[Array, Array]:
-    """Where channels decay by themselves, or corrections are in other directions than a key's."""
+    """Where channels decay by themselves, or corrections are in other directions than a key's.
+
+    In chunks of 64, half of those of a new KDA decay strongly, and kernels hold more than the registers do.
+    """
     from model.ops.fused_dplr import fused_dplr  # here, as above
 
     q, v, wide = tokens["q"], tokens["v"], h0.dtype

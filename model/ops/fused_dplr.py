@@ -35,7 +35,7 @@ from model.ops.fused_dplr_pairs import (
     to_edge,
     token,
 )
-from model.ops.fused_pairs import ONE, cuts, in_two, whole
+from model.ops.fused_pairs import ONE, cuts, from_middle, in_two, whole
 from model.ops.fused_segments import (
     TILE,
     in_turn,
@@ -46,7 +46,7 @@ from model.ops.fused_segments import (
     states_seen,
     values_seen,
 )
-from model.ops.fused_state import Refs, by_chunk, fitting, launch, on_each_device, state_seen, tokens_seen
+from model.ops.fused_state import Refs, by_chunk, fitting, launch, on_each_device, sides, state_seen, tokens_seen
 
 Array = jax.Array
 Tokens = dict[str, Array]
@@ -62,6 +62,7 @@ class Scaled(NamedTuple):
     b: Array
     total: Array  # what chunks leave of the states before them, [B, M, H, K], wide
     strong: Array  # which chunks decay strongly, [B, H, M]
+    m: Array  # log decays from the middles of chunks to after tokens, [B, L, H, K], wide
 
 
 class Pairs(NamedTuple):
@@ -85,15 +86,19 @@ class Found(NamedTuple):
 # before, after: [K, V].
 
 
-def scaled_kernel(see: Refs, total, strong, *made, names: tuple[str, ...]):
-    """What is left of the state before a chunk, [1, K], whether the chunk decays strongly, and scaled tokens, by name.
+def scaled_kernel(see: Refs, total, strong, m, *made, names: tuple[str, ...]):
+    """What is left of the state before a chunk, [1, K], whether the chunk decays strongly, log decays from its middle,
+    and scaled tokens, by name.
 
     All is found before any is stored: after that, what names share would be fetched and summed again.
     """
     narrow = made[0].dtype
     found = [(token(name, see) * to_edge(name, see, narrow)).astype(narrow) for name in names]
-    left, strong[...] = whole(see["w"][...], see)
+    w = see["w"][...]
+    middle = from_middle(w, sides(len(w))[0] + 1, narrow)
+    left, strong[...] = whole(w, see)
     total[...] = left[None, :]
+    m[...] = middle
     for out, numbers in zip(made, found, strict=True):
         out[...] = numbers
 
@@ -213,17 +218,17 @@ def scaled(tokens: Tokens, run: Callable) -> Scaled:
     v, w = tokens["v"], tokens["w"]
     B, M, H, K = w.shape[0], w.shape[1] // run.keywords["chunk"], *w.shape[2:]
     names = ("q", "a", "b") if "beta" in tokens else ("q", "a", "b", "k")
-    made = [jax.ShapeDtypeStruct((B, M, H, 1, K), w.dtype), jax.ShapeDtypeStruct((B, H, M), jnp.int32)]
+    made = [jax.ShapeDtypeStruct((B, M, H, 1, K), w.dtype), jax.ShapeDtypeStruct((B, H, M), jnp.int32), shape_of(w)]
     made += [shape_of(w, v.dtype)] * len(names)
-    total, strong, *found = run("scaled", partial(scaled_kernel, names=names), unscaled(tokens), made)
+    total, strong, m, *found = run("scaled", partial(scaled_kernel, names=names), unscaled(tokens), made)
     found = dict(k=None) | dict(zip(names, found, strict=True))
-    return Scaled(**found, v=v, total=total[:, :, :, 0], strong=strong)
+    return Scaled(**found, v=v, total=total[:, :, :, 0], strong=strong, m=m)
 
 
-def paired(tokens: Tokens, strong: Array, run: Callable) -> Pairs:
+def paired(tokens: Tokens, x: Scaled, run: Callable) -> Pairs:
     v, chunk = tokens["v"], run.keywords["chunk"]
     made = [jax.ShapeDtypeStruct((*v.shape[:3], chunk), v.dtype)] * (2 if "beta" in tokens else 4)
-    return Pairs(*run("pairs", (pairs_at_once, pairs_by_halves), unscaled(tokens), made, strong=strong))
+    return Pairs(*run("pairs", (pairs_at_once, pairs_by_halves), unscaled(tokens) | dict(m=x.m), made, strong=x.strong))
 
 
 def solved(x: Scaled, pairs: Pairs, run: Callable) -> Tokens:
@@ -251,7 +256,7 @@ def fused(tokens: Tokens, h0, opens, chunk: int, interpret: bool) -> tuple[Array
 def fused_forward(tokens, h0, opens, chunk, interpret):
     run = partial(on_chunks, documents=documents_of(opens, chunk), chunk=chunk, interpret=interpret)
     x = scaled(tokens, run)
-    pairs = paired(tokens, x.strong, run)
+    pairs = paired(tokens, x, run)
     given = solved(x, pairs, run)
     onward = partial(states, total=x.total, reverse=False, chunk=chunk, interpret=interpret)
     maps = maps_of(partial(onward, dict(w=given["w"], a=x.a), every=False), h0, x.total.shape[1])
@@ -274,21 +279,22 @@ def fused_backward(chunk, interpret, saved, g):
     back = partial(through, dict(w=D, a=x.b, u=own, k=x.q, v=dy), reverse=True)
     lasts = starts_of(partial(back, every=False), maps, dh, reverse=True)
     after, e, firsts = back(start=lasts, every=True)
-    given = unscaled(tokens) | dict(u=u, v=x.v, dy=dy, e=e, before=before, after=after)
+    given = unscaled(tokens) | dict(m=x.m, u=u, v=x.v, dy=dy, e=e, before=before, after=after)
 
-    def gradient(name: str, **got: Array) -> list[Array]:
+    def gradient(name: str, last: bool = False, **got: Array) -> list[Array]:
         made = [shape_of(tokens.get(name, tokens["k"])), shape_of(tokens["w"])]
         made += [shape_of(given["beta"])] if "dk" in got else []
-        kernels = tuple(partial(kernel, name=name) for kernel in (gradient_at_once, gradient_by_halves))
+        kernels = tuple(partial(kernel, name=name, last=last) for kernel in (gradient_at_once, gradient_by_halves))
         return run(f"gradient_{name}", kernels, given | got, made, strong=x.strong)
 
     dq, dw = gradient("q")
-    db, dw = gradient("b", dw=dw)
     if "beta" in tokens:
-        dk, dw, d_beta = gradient("a", dw=dw, dk=db)
+        db, dw = gradient("b", dw=dw)
+        dk, dw, d_beta = gradient("a", last=True, dw=dw, dk=db)
         return dict(q=dq, k=dk, v=e, w=dw, beta=d_beta[..., 0]), firsts[:, 0], None
     da, dw = gradient("a", dw=dw)
     dk, dw = gradient("k", dw=dw)
+    db, dw = gradient("b", last=True, dw=dw)
     given = dict(k=x.k, e=e, dy=dy, after=after, P=pairs.P, G=pairs.G)
     (dv,) = run("gradient_v", values_kernel, given, [shape_of(x.v)])
     return dict(q=dq, k=dk, v=dv, w=dw, a=da, b=db), firsts[:, 0], None

@@ -4,9 +4,11 @@ Tokens read the state by q and b, and write to it along a and k. M_ij, what toke
 the sum over channels of the one times the other times what the tokens between them leave: found at once or by halves,
 as in model/ops/fused_pairs.py. What reads after its own token's decay, q and given beta b, is multiplied by that first.
 Queries also read what their own token writes. Kernels are of one head of one chunk. q, k, a, b, w: [Q, K];
-v, dy, u, e: [Q, V]; before, after: [K, V]. Letters and names as in model/ops/fused_dplr.py.
+m: [Q, K], log decays from the chunk's middle to after tokens; v, dy, u, e: [Q, V]; before, after: [K, V]. Letters and
+names as in model/ops/fused_dplr.py.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +17,7 @@ from jax import lax
 from jax.experimental.pallas.triton import dot
 
 from model.ops.fused_delta import inverse
-from model.ops.fused_pairs import between, from_middle, kept_got, meeting, rows, same_document, summed
+from model.ops.fused_pairs import between, kept_got, meeting, rows, same_document, summed
 from model.ops.fused_state import Refs, sides
 
 Array = jax.Array
@@ -58,11 +60,12 @@ def to_edge(name: str, see: Refs, narrow: Any) -> Array:
     return rows(jnp.exp(summed(passed, w, narrow)), see, document)
 
 
-def from_middles(see: Refs, narrow: Any) -> tuple[Array, Array]:
-    """What tokens that read and that write are multiplied by where a chunk decays little, [Q, K]."""
-    w = see["w"][...]
-    s = from_middle(w, sides(len(w))[0], narrow)
-    return jnp.exp(s), jnp.exp(-(s + w))
+def in_middle(name: str, see: Refs) -> Array:
+    """What tokens of a name are multiplied by where the chunk decays little, if late by their own decay too, [Q, K]."""
+    m = see["m"][...]
+    if name not in READ:
+        return jnp.exp(-m)
+    return jnp.exp(m) if late(name, see) else jnp.exp(m - see["w"][...])
 
 
 def passed(level: Any, token: Array, other: Array) -> Array:
@@ -80,18 +83,15 @@ def pairs_of(see: Refs) -> dict[str, tuple[str, str]]:
     return {name: (reader, written) for name, (reader, written) in PAIRS.items() if written in met(reader, see)}
 
 
-def products(see: Refs, in_read: Array, in_written: Array, narrow: Any) -> dict[str, Array]:
-    """Of tokens that are multiplied by what is left of them somewhere, [Q, Q], by the name of the pair."""
-    scaled = {name: token(name, see) * in_read for name in READ}
-    scaled |= {name: token(name, see) * in_written for name in met("q", see)}
-    scaled = {name: x.astype(narrow) for name, x in scaled.items()}
-    return {name: dot(scaled[one], scaled[other], trans_b=True) for name, (one, other) in pairs_of(see).items()}
+def products(see: Refs, scaled: Callable[[str], Array], narrow: Any) -> dict[str, Array]:
+    """Of tokens, scaled by name to what is left of them somewhere, [Q, Q], by the name of the pair."""
+    found = {name: scaled(name).astype(narrow) for name in (*READ, *met("q", see))}
+    return {name: dot(found[one], found[other], trans_b=True) for name, (one, other) in pairs_of(see).items()}
 
 
 def pairs_at_once(see: Refs, *made):
     """T, R, and where there is a k also P and G, [Q, Q]."""
-    narrow = made[0].dtype
-    put_pairs(see, made, products(see, *from_middles(see, narrow), narrow))
+    put_pairs(see, made, products(see, lambda name: undecayed(name, see) * in_middle(name, see), made[0].dtype))
 
 
 def pairs_by_halves(see: Refs, *made):
@@ -99,7 +99,7 @@ def pairs_by_halves(see: Refs, *made):
 
     def step(level, found):
         decay, pairs = to_meetings(level, see, narrow), meeting(level, *sides(Q))
-        here = products(see, decay, decay, narrow)
+        here = products(see, lambda name: token(name, see) * decay, narrow)
         return {name: M + jnp.where(pairs, here[name], 0) for name, M in found.items()}
 
     none = {name: jnp.zeros((Q, Q), see["w"].dtype) for name in pairs_of(see)}
@@ -129,13 +129,6 @@ def put_pairs(see: Refs, made: tuple[Any, ...], found: dict[str, Array]) -> None
 # what a gets.
 
 
-def of_kept(see: Refs) -> Array:
-    """What all decays of the chunk get by what it leaves of the state before it, [1, K]: in the first launch."""
-    w = see["w"][...]
-    kept = jnp.zeros(w.shape[1:], w.dtype) if "dw" in see else kept_got(see, jnp.sum(w, axis=0))
-    return kept[None, :]
-
-
 def scores_got(see: Refs, name: str) -> tuple[dict[str, Array], dict[str, Array]]:
     """What M_ij get where tokens of a name meet others, by the name of those: at [i, j] for j < i, [Q, Q], and what
     queries read of their own token, [Q, 1]."""
@@ -150,63 +143,76 @@ def scores_got(see: Refs, name: str) -> tuple[dict[str, Array], dict[str, Array]
     return scores, own
 
 
-def of_tokens(see: Refs, name: str, scores: dict[str, Array], in_read: Array, in_written: Array) -> Array:
-    """What tokens of a name get by others, given what scores of both get and what both are multiplied by, [Q, K]."""
-    mine, theirs = (in_read, in_written) if name in READ else (in_written, in_read)
-    got = 0
-    for other, score in scores.items():
-        scaled = (token(other, see) * theirs).astype(score.dtype)
-        got += dot(score, scaled, trans_a=name not in READ)
-    return mine * got
+def of_tokens(name: str, scores: dict[str, Array], scaled: Callable[[str], Array]) -> Array:
+    """What tokens of a name get by others, given what scores of both get and these, scaled, [Q, K]."""
+    return sum(
+        dot(score, scaled(other).astype(score.dtype), trans_a=name not in READ) for other, score in scores.items()
+    )
 
 
 def of_state(see: Refs, name: str) -> Array:
-    """What tokens of a name get by the state before the chunk, or by the gradient of that after it, [Q, K]."""
+    """What tokens of a name get by the state before the chunk, or by the gradient of that after it, where it is."""
     beside, state = see[BESIDE[name]][...], see["before" if name in READ else "after"][...]
-    return to_edge(name, see, beside.dtype) * dot(beside, state, trans_b=True)
+    return dot(beside, state, trans_b=True)
 
 
-def gradient_at_once(see: Refs, *made, name: str):
-    """Log decays get what pairs give whose i is later, less what those do whose j is not earlier; so with the state."""
-    to_w, (scores, own), narrow = of_kept(see), scores_got(see, name), see["u"].dtype
-    row, column = sides(see["w"].shape[0])
-    to_x = of_tokens(see, name, scores, *from_middles(see, narrow))
-    by_state, x = of_state(see, name), token(name, see)
-    to_x += by_state
-    if name in READ:
-        to_w += summed(row < column, x * to_x, narrow)
-    else:
-        to_w += jnp.sum(x * by_state, axis=0)[None, :]
-        to_w -= summed(row <= column, x * to_x, narrow)
-    put_gradient(see, made, name, x, to_x, to_w, own)
+def gradient_at_once(see: Refs, *made, name: str, last: bool):
+    """Log decays get what pairs give whose i is later, less what those do whose j is not earlier; so with the state.
+
+    So each is given what tokens from it on give, added up in the last launch. What all of the chunk get is put at its
+    last token.
+    """
+    d, dw, *d_beta = made
+    (scores, own), reads, Q = scores_got(see, name), name in READ, see["m"].shape[0]
+    first, second = see["w"][0, :] - see["m"][0, :], see["m"][Q - 1, :]  # log decays of the halves
+    got = rows(of_state(see, name), see, "first" if reads else "last") * jnp.exp(first if reads else second)[None, :]
+    scale = in_middle(name, see)
+    scaled = undecayed(name, see) * scale
+    to_all = jnp.zeros_like(first) if reads else jnp.sum(scaled * got, axis=0)
+    if "dw" not in see:
+        to_all += kept_got(see, first + second)
+    got += of_tokens(name, scores, lambda other: undecayed(other, see) * in_middle(other, see))
+    put_tokens(see, name, scale * got, own, d, *d_beta)
+    row, column = sides(Q)
+    to_w = scaled * got if reads else -scaled * got
+    total = to_w + jnp.where(lax.broadcasted_iota(jnp.int32, to_w.shape, 0) == Q - 1, to_all[None, :], 0)
+    total += see["dw"][...] if "dw" in see else 0
+    if last:
+        total = summed(row <= column, total, see["u"].dtype)
+        total -= to_w if reads and not late(name, see) else 0  # which read before their own decay
+    dw[...] = total
 
 
-def gradient_by_halves(see: Refs, *made, name: str):
-    """The decays get sums of what pairs of tokens give, never differences, which would lose small ones."""
-    kept, (scores, own), narrow = of_kept(see), scores_got(see, name), see["u"].dtype
-    row, column = sides(see["w"].shape[0])
+def gradient_by_halves(see: Refs, *made, name: str, last: bool):
+    """The decays get sums of what pairs of tokens give, never differences, which would lose small ones. None is left to
+    the last launch."""
+    d, dw, *d_beta = made
+    w = see["w"][...]
+    kept = jnp.zeros(w.shape[1:], w.dtype) if "dw" in see else kept_got(see, jnp.sum(w, axis=0))
+    (scores, own), narrow = scores_got(see, name), see["u"].dtype
+    row, column = sides(len(w))
     x = token(name, see)
 
     def step(level, found):
         to_x, to_w = found
         decay, pairs = to_meetings(level, see, narrow), meeting(level, row, column)
         here = {other: jnp.where(pairs, score, 0) for other, score in scores.items()}
-        got = of_tokens(see, name, here, decay, decay)
+        got = decay * of_tokens(name, here, lambda other: token(other, see) * decay)
         return to_x + got, to_w + summed(passed(level, column, row), x * got, narrow)
 
-    none = jnp.zeros(see["w"].shape, kept.dtype)
-    to_x, to_w = lax.fori_loop(0, (len(row) - 1).bit_length(), step, (none, none + kept))
-    by_state = of_state(see, name)
-    to_w += summed(row < column if name in READ else column < row, x * by_state, narrow)
-    put_gradient(see, made, name, x, to_x + by_state, to_w, own)
-
-
-def put_gradient(see: Refs, made: tuple, name: str, x: Array, to_x: Array, to_w: Array, own: dict[str, Array]) -> None:
-    """Of what tokens as they are paired get, and log decays by them; these then also where x holds its own."""
-    d, dw, *d_beta = made
+    none = jnp.zeros_like(w)
+    to_x, to_w = lax.fori_loop(0, (len(row) - 1).bit_length(), step, (none, none + kept[None, :]))
+    by_state = to_edge(name, see, narrow) * of_state(see, name)
+    to_x, to_w = to_x + by_state, to_w + summed(row < column if name in READ else column < row, x * by_state, narrow)
     if late(name, see):
         to_w += x * to_x
-        to_x *= jnp.exp(see["w"][...])
+        to_x *= jnp.exp(w)
+    put_tokens(see, name, to_x, own, d, *d_beta)
+    dw[...] = to_w + see["dw"][...] if "dw" in see else to_w
+
+
+def put_tokens(see: Refs, name: str, to_x: Array, own: dict[str, Array], d: Any, *d_beta: Any) -> None:
+    """What tokens before their decay get by others, and then by what queries read of their own token."""
     to_x += sum(score * undecayed(other, see) for other, score in own.items())
     if d_beta:
         d_beta[0][...] = jnp.sum(to_x * see["key"][...], axis=1)[:, None]
@@ -214,4 +220,3 @@ def put_gradient(see: Refs, made: tuple, name: str, x: Array, to_x: Array, to_w:
     elif name == "b" and "beta" in see:
         to_x = -to_x
     d[...] = to_x.astype(d.dtype)
-    dw[...] = to_w + see["dw"][...] if "dw" in see else to_w

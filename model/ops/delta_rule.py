@@ -27,6 +27,7 @@ from model.errors import choose
 from model.ops.chunked_channels import meetings
 from model.ops.decays import FORGET, in_chunks
 from model.ops.fused import SIDES, needs_unmet, picked, refuse
+from model.ops.named import running
 from model.ops.stretches import of_earlier, of_last, on_stretches, stretches
 
 Array = jax.Array
@@ -290,4 +291,5 @@ def delta_rule(
     if implementation is None:
         implementation = "sequential" if q.shape[1] == 1 else picked("delta_rule", v, misfits(tokens), KNOBS)
     run = choose("delta_rule implementation", implementation, IMPLEMENTATIONS)
-    return run(tokens, h0, None if keep is None else keep.astype(bool))
+    with running("delta_rule", implementation):
+        return run(tokens, h0, None if keep is None else keep.astype(bool))

@@ -14,8 +14,9 @@
     python -m experiments.bench scaling   time and memory of a layer of every mixer, by length, in --minutes
 
 loop, startup and determinism take --config=FILE, which may be repeated (default: the quickstart's architectures; for
-determinism five of width 128 in bfloat16), and --config.KEY=VALUE; all take --out=FILE, where rows go as JSON lines,
-and for all but the first two a table beside them, with the ending md; for scaling a picture too, with the ending png.
+determinism nine of width 128 in bfloat16, or --archs=gla,kda), and --config.KEY=VALUE; all take --out=FILE, where rows
+go as JSON lines, and for all but the first two a table beside them, with the ending md; for scaling a picture too, with
+the ending png.
 Of attention, scan, state, step and decode --only='case=fire;n=8192' measures a part, by what names its rows. Where bits
 differ, or a pod config does not fit, the exit code is 1. Call scaling or pods again with the same --out to take it up
 where it stopped; with --mixed, after the code has changed.
@@ -60,6 +61,7 @@ STEPS = cli.flag("steps", Annotated[int, within(2, LARGEST)], 500, "loop: steps 
 ROUNDS = cli.flag("rounds", Count, 3, "All that compare: times that each contender has its turn.")
 ONLY = cli.flag("only", str, None, "KEY=VALUE,VALUE;KEY=VALUE: a part of what is compared, by the names of its rows.")
 KILLS = cli.flag("kills", Count, 3, "determinism: times that a run is killed, and then resumed.")
+ARCHS = cli.flag("archs", Name, None, "determinism: architectures, with commas between them; default one of each kind.")
 MINUTES = cli.flag("minutes", Positive, 8.0, "scaling: time for all mixers together, compiling included.")
 ASKED = cli.flag("mixers", Name, None, "scaling: the mixers, with commas between them; default all.")
 LAST = cli.flag(
@@ -106,9 +108,14 @@ def bench_kernels() -> Iterator[tuple[dict, str]]:
 
 
 def bench_determinism() -> Iterator[tuple[dict, str]]:
+    if CONFIG.value and ARCHS.value:
+        closest = determinism.specs(ARCHS.value)[0]
+        raise UserError(
+            f"--archs={ARCHS.value} and --config are given; allowed: one of them; closest: --config={closest}"
+        )
     settings = {} if CONFIG.value else determinism.SETTINGS
     overrides = {**settings, **{key: read_value(text) for key, text in cli.overrides()}}
-    for spec in CONFIG.value or determinism.SPECS:
+    for spec in CONFIG.value or determinism.specs(ARCHS.value):
         row = determinism.measure(spec, overrides, KILLS.value)
         yield row, determinism.sentence(row)
 

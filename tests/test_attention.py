@@ -378,6 +378,7 @@ def test_the_bench_measures_every_contender(monkeypatch):
         ("sinks", f"longview {name}") for name in ("xla", "tiled", "blocks")
     ]
     assert all(row["forward_ms"] > 0 and row["gradient_ms"] > 0 and row["temp_mib"] > 0 for row in rows)
+    assert all(0 < row["compile_again_s"] < row["compile_s"] for row in rows)
     assert attention_speed.SHEET.table(rows).count("\n") == 2 + len(rows)
 
 

@@ -13,8 +13,11 @@ from experiments.measurements import scaling
 from experiments.measurements.elsewhere import elsewhere
 from experiments.measurements.scaling import FAILED, MEASURED, NO_MEMORY, NO_TIME
 from experiments.tables import scaling as growth
+from model.contract import Context
 from model.errors import UserError
 from model.mixers import MIXERS
+from model.ops.named import implementations
+from tests import meshes
 from tests.test_experiments import call
 
 LENGTHS = [1024, 4096, 16384, 65536]
@@ -233,12 +236,39 @@ def test_a_step_is_measured():
     assert row["status"] == MEASURED and row["seconds"] > 0 < row["compile_s"]
     assert row["tokens_per_s"] == 32 / row["seconds"]
     variables = scaling.opened(mixer)
-    value, (by_params, by_inputs) = scaling.compiled(mixer, 32)(variables, scaling.tokens(mixer, 32))
+    value, (by_params, by_inputs) = scaling.lowered(mixer, 32).compile()(variables, scaling.tokens(mixer, 32))
     assert np.isfinite(value) and by_inputs.shape == (1, 32, 8)
     assert jax.tree.structure(by_params) == jax.tree.structure(variables)
 
     tight = scaling.measure(mixer, 32, room=1024)
     assert tight["status"] == NO_MEMORY and tight["temp_bytes"] > 0 and "seconds" not in tight
+
+
+PICKED = {
+    "attention": "attention cudnn",
+    "fixed": "attention blocks, attention flash, attention tiled",  # heads look near or far
+    "gla": "matrix_state fused",
+    "kda": "delta_rule fused",
+    "mamba": "scan fused",
+    "b2s6": "scan fused",
+    "mamba2": "ssd fused",
+    "rwkv6": "wkv6 fused",
+}
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_programs_say_which_implementation_runs(name):
+    """On a GPU, where there are others than here."""
+    mixer = scaling.make(name, 1024, width=64, dtype="bfloat16")
+
+    def traced(variables, x):
+        with meshes.in_force(meshes.mesh_of("gpu")):
+            return mixer.apply(variables, x, Context(train=True))[0]
+
+    variables = jax.eval_shape(partial(scaling.draw, mixer), jax.random.key(0))
+    x = jax.ShapeDtypeStruct((1, 1024, 64), mixer.dtype)
+    program = jax.jit(traced).trace(variables, x).lower(lowering_platforms=("cuda",))
+    assert ", ".join(implementations(program)) == PICKED[name]
 
 
 def test_what_breaks_down_is_a_row(monkeypatch):
@@ -247,9 +277,9 @@ def test_what_breaks_down_is_a_row(monkeypatch):
     def raises(error, *_):
         raise error
 
-    monkeypatch.setattr(scaling, "compiled", partial(raises, RuntimeError("RESOURCE_EXHAUSTED: 5 bytes.\nmore")))
+    monkeypatch.setattr(scaling, "lowered", partial(raises, RuntimeError("RESOURCE_EXHAUSTED: 5 bytes.\nmore")))
     assert scaling.measure(mixer, 32, 1e9) == {"status": NO_MEMORY, "error": "out of memory: 5 bytes"}
-    monkeypatch.setattr(scaling, "compiled", partial(raises, UserError("no such length")))
+    monkeypatch.setattr(scaling, "lowered", partial(raises, UserError("no such length")))
     assert scaling.measure(mixer, 32, 1e9) == {"status": FAILED, "error": "UserError: no such length"}
     monkeypatch.undo()
     monkeypatch.setattr(scaling, "seconds_of", partial(raises, RuntimeError("RESOURCE_EXHAUSTED: 5 bytes.\nmore")))
@@ -264,6 +294,9 @@ def test_real_mixers_are_measured_and_not_again(monkeypatch):
     assert {(row["mixer"], row["length"]) for row in rows} == {(m, n) for m in ("lru", "attention") for n in (16, 64)}
     assert all(row["status"] == MEASURED and row["width"] == 8 and row["device"] == "cpu" for row in rows)
     assert {row["claimed_time"] for row in rows if row["mixer"] == "attention"} == {2}
+    by = {(row["mixer"], row["length"]): row["implementation"] for row in rows}
+    assert by == {("attention", n): "attention xla" for n in (16, 64)} | {("lru", n): "scan serial" for n in (16, 64)}
+    assert all(f"tokens by {row['implementation']}: " in scaling.sentence(row) for row in rows)
     assert list(scaling.rows(names, [16, 64], 300, rows)) == []
     with pytest.raises(UserError, match=r"unknown mixer 'mambo'; .*closest: mamba"):
         scaling.asked("mamba,mambo")

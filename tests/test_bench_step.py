@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from experiments.measurements import attention_speed, part, speed, step_speed
+from experiments.measurements import attention_speed, part, scan_speed, speed, state_speed, step_speed
 from model.errors import UserError
 
 
@@ -35,6 +35,16 @@ def test_a_part_is_measured_by_what_names_its_rows():
     assert len(measured("n=64")) == 4 and len(measured("contender=xla,tiled")) == 8
     with pytest.raises(UserError, match="unknown case 'fir'; choose from causal, fire; closest: fire"):
         measured("case=fir")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("bench", [attention_speed, scan_speed, state_speed], ids=lambda bench: bench.__name__)
+def test_kernels_say_how_long_they_compile_where_that_was_measured(bench):
+    row = dict.fromkeys([*bench.SHEET.names, *bench.SHEET.figures], 2.5)
+    peer = {key: value for key, value in row.items() if key not in speed.COMPILING}
+    lines = bench.SHEET.table([row, peer]).splitlines()
+    assert lines[0].endswith("| temporary MiB | s to compile | s from the cache |")
+    assert lines[2].endswith("| 2 | 2.5 | 2.5 |") and lines[3].endswith("| 2 |  |  |")
 
 
 @pytest.mark.scale

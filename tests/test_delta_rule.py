@@ -13,7 +13,9 @@ from model.mixers.kda import KDA
 from model.mixers.rwkv7 import RWKV7
 from model.ops import delta_rule as op
 from model.ops.delta_rule import delta_rule, inverse
+from model.ops.fused import say
 from tests import zoo
+from tests.test_fused_ssd import made_for
 from tests.test_ssd import assert_same, both, normal
 
 B, H, K, P = 2, 3, 4, 6
@@ -221,3 +223,28 @@ def test_rwkv7_is_its_definition():
 def test_mistakes_are_told(mixer, told):
     with pytest.raises(UserError, match=told):
         mixer.init(jax.random.key(0), zoo.inputs(1, 4), zoo.context(L=4))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("mixer", "kind", "told"),
+    [
+        (DeltaNet(width=96, head_dim=48), "NVIDIA H200", ["[48]"]),
+        (GatedDeltaNet(width=128, head_dim=128), "NVIDIA H200", ["[128, 256]"]),
+        (KDA(width=96), "NVIDIA H200", ["[24]"]),
+        (RWKV7(width=96, head_dim=8), "NVIDIA H200", ["[8]"]),
+        (DeltaNet(width=64), "NVIDIA H200", []),
+        (DeltaNet(width=96), "Tesla V100", []),  # which has no kernels at all, and says so when a run is made
+    ],
+    ids=lambda value: type(value).__name__.lower() if hasattr(value, "width") else None,
+)
+def test_a_gpu_says_once_that_a_shape_keeps_kernels_away(mixer, kind, told, caplog):
+    say.cache_clear()
+    x = jax.ShapeDtypeStruct((1, 64, mixer.width), jnp.bfloat16)
+    with made_for(kind), caplog.at_level("WARNING"):
+        for _ in range(2):
+            jax.eval_shape(mixer.clone(dtype=jnp.bfloat16).init, jax.random.key(0), x, Context())
+    rest = "so plain XLA takes its place, which is slower; set by head_dim, of gated_deltanet by expand too"
+    assert [record.message for record in caplog.records] == [
+        f"delta_rule: no kernel for heads of {sides} channels (it takes 16, 32, 64, 128), {rest}" for sides in told
+    ]

@@ -85,3 +85,19 @@ def test_one_bit_is_a_difference(tmp_path):
         ("weights", losses, np.nextafter(np.float32(0.5), np.float32(1)), "checkpoint: params/w"),
     ]:
         assert determinism.compare(calm, recorded(tmp_path / name, other, weight)) == told
+
+
+@pytest.mark.quick
+def test_architectures_are_tried_by_their_names():
+    """And by default those of the kernels of matrix states and of the delta rule too."""
+    assert determinism.specs("gla, kda") == ["configs/debug.py:arch=gla", "configs/debug.py:arch=kda"]
+    assert set(determinism.specs()) >= {f"configs/debug.py:arch={arch}" for arch in ("gla", "deltanet", "kda", "rwkv7")}
+    with pytest.raises(UserError, match=r"unknown arch 'kdaa'.*closest: kda"):
+        determinism.specs("gla,kdaa")
+
+
+@pytest.mark.quick
+def test_architectures_are_named_in_one_way():
+    process = fork("experiments.bench", "determinism", "--archs=gla", "--config=configs/debug.py")
+    assert process.wait(60) == 2
+    assert "allowed: one of them; closest: --config=configs/debug.py:arch=gla" in process.stderr

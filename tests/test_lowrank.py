@@ -1,4 +1,4 @@
-"""Low-rank and whole-row mixers by their papers' definitions, written out in float64."""
+"""Low-rank and whole-row mixers by their papers' definitions, written out in float64: values and gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -11,22 +11,31 @@ from model.mixers import MIXERS
 from model.mixers.whole_row import WholeRow
 from model.ops.fourier import product_mod
 from tests import zoo
+from tests.differences import check_slopes
 
 L = 13
 
 
 def alone(name, definition, length=L, **settings):
-    """Whether a mixer is a definition of one row: full rows, and rows with padding behind them."""
-    mixer, x = zoo.make((name, settings, "none")), zoo.inputs(2, length)
+    """Whether a mixer and its gradients are a definition of one row: full rows, and rows with padding behind them."""
+    mixer, x, weight = zoo.make((name, settings, "none")), zoo.inputs(2, length), zoo.inputs(2, length, 1)
     variables = zoo.params(mixer)
-    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), variables).get("params", {})
-    ends = [length, 2 * length // 3]
-    segments = (np.arange(length) < np.asarray(ends)[:, None]).astype(np.int32)
-    full, _ = zoo.apply(mixer)(variables, x, Context())
-    padded, _ = zoo.apply(mixer)(variables, x, zoo.context(segments).replace(right_padded=True))
-    for got, row, n in [(full, 0, length), (full, 1, length), (padded, 0, ends[0]), (padded, 1, ends[1])]:
-        want = definition(wide, np.asarray(x[row, :n], np.float64))
-        assert zoo.far(got[row, :n], want) < 1e-5, (row, n)
+    given = (variables.get("params", {}), x, weight)
+    p, wide, weight = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), given)
+    short = [length, 2 * length // 3]
+    segments = (np.arange(length) < np.asarray(short)[:, None]).astype(np.int32)
+    padded = zoo.context(segments).replace(right_padded=True)
+    for ctx, ends in [(Context(), [length] * 2), (padded, short)]:
+        heard = weight * (np.arange(length) < np.asarray(ends)[:, None])[..., None]
+        (grads, pull), y = zoo.gradient(mixer)(variables, x, ctx, heard.astype(np.float32))
+        for row, n in enumerate(ends):
+            assert zoo.far(y[row, :n], definition(p, wide[row, :n])) < 1e-5, (row, n)
+
+        def weighted(at, ends=ends):
+            p, x = at
+            return sum(np.sum(weight[row, :n] * definition(p, x[row, :n])) for row, n in enumerate(ends))
+
+        check_slopes(weighted, (p, wide), (grads.get("params", {}), pull))
 
 
 def softmax(scores):

@@ -13,6 +13,7 @@ from model.errors import UserError
 from model.mixers.recurrent import GRU, LSTM, RNN, gru, lstm, rnn
 from model.mixers.slstm import SLSTM, slstm
 from tests import zoo
+from tests.differences import check_slopes
 
 pytestmark = pytest.mark.quick
 MIXERS = {"rnn": RNN, "lstm": LSTM, "gru": GRU}
@@ -74,30 +75,46 @@ def test_slstm_cell():
 # The mixers
 
 
-def test_slstm_is_its_cell_token_by_token():
-    """Gates i and f see the convolved input, z and o the plain one, and each head its own past."""
-    L, D, H, W = 5, zoo.WIDTH, 2, 3
+def test_slstm_is_its_papers_definition():
+    """In float64, its sums as they are, and by differences its gradients.
+
+    Gates i and f see the convolved input, z and o the plain one, and each head its own past.
+    """
+    B, L, D, H, W = 2, 5, zoo.WIDTH, 2, 3
     mixer = SLSTM(width=D, n_heads=H, conv=W)
-    variables, x = zoo.params(mixer), zoo.inputs(2, L)
-    p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), variables["params"])
-    rows = np.pad(np.asarray(x, np.float64), [(0, 0), (W - 1, 0), (0, 0)])
-    c = sum(rows[:, i : i + L] * p["conv"][i] for i in range(W)) + p["conv_bias"]
-    c = c / (1 + np.exp(-c))
-    state, outputs = {name: np.zeros((2, D)) for name in ("h", "c", "n", "m")}, []
+    variables, x, weight = zoo.params(mixer), zoo.inputs(B, L), zoo.inputs(B, L, 1)
+    wide = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), (variables["params"], x))
+
+    def squash(x):
+        return 1 / (1 + np.exp(-x))
 
     def by_heads(rows, kernel):
         parts = [np.einsum("bk,kgj->bgj", part, w) for part, w in zip(np.split(rows, H, axis=1), kernel, strict=True)]
         return np.concatenate(parts, axis=-1)
 
-    for t in range(L):
-        says = [by_heads(rows[:, t + W - 1] if gate > 1 else c[:, t], p["W"])[:, gate] for gate in range(4)]
-        state = slstm(state, np.stack(says, axis=1), by_heads(np.asarray(state["h"]), p["U"]) + p["bias"])
-        h = np.asarray(state["h"], np.float64).reshape(2, H, -1)
-        h = (h - h.mean(-1, keepdims=True)) / np.sqrt(h.var(-1, keepdims=True) + 1e-5)
-        outputs.append((h * p["norm"]["scale"]).reshape(2, D))
-    y, last = zoo.apply(mixer)(variables, x, zoo.context(L=L), mixer.init_state(2, 0))
-    np.testing.assert_allclose(y, np.stack(outputs, axis=1), atol=1e-4)
-    np.testing.assert_allclose(last["h"], state["h"], atol=1e-5)
+    def definition(p, x):
+        rows = np.pad(x, [(0, 0), (W - 1, 0), (0, 0)])
+        smooth = sum(rows[:, i : i + L] * p["conv"][i] for i in range(W)) + p["conv_bias"]
+        smooth = smooth * squash(smooth)
+        (h, c, n), outputs = np.zeros((3, B, D)), []
+        for t in range(L):
+            u = by_heads(h, p["U"]) + p["bias"]
+            i, f = (by_heads(smooth[:, t], p["W"])[:, gate] + u[:, gate] for gate in (0, 1))
+            z, o = (by_heads(x[:, t], p["W"])[:, gate] + u[:, gate] for gate in (2, 3))
+            c, n = squash(f) * c + np.exp(i) * np.tanh(z), squash(f) * n + np.exp(i)
+            h = squash(o) * c / n
+            head = h.reshape(B, H, -1)
+            normed = (head - head.mean(-1, keepdims=True)) / np.sqrt(head.var(-1, keepdims=True) + 1e-5)
+            outputs.append((normed * p["norm"]["scale"]).reshape(B, D))
+        return np.stack(outputs, axis=1), h
+
+    want, last = definition(*wide)
+    y, after = zoo.apply(mixer)(variables, x, zoo.context(L=L), mixer.init_state(B, 0))
+    np.testing.assert_allclose(y, want, atol=1e-4)
+    np.testing.assert_allclose(after["h"], last, atol=1e-5)
+    (grads, pull), _ = zoo.gradient(mixer)(variables, x, Context(), weight)
+    heard = np.asarray(weight, np.float64)
+    check_slopes(lambda at: np.sum(heard * definition(*at)[0]), wide, (grads["params"], pull))
 
 
 @pytest.mark.few(2)

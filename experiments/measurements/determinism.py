@@ -20,17 +20,24 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from configs.archs import ARCHS
 from experiments.measurements.sheet import Sheet
 from experiments.running import folders
 from experiments.running.runs import RunSpec, Value, command, texts, with_argument
-from model.errors import UserError
+from model.errors import UserError, choose
 from train import checkpoint, log
 from train import config as configs
 
-ARCHS = ("attention", "mamba2", "s4d", "mamba", "hybrid")
+# One of each kind of kernel that a GPU has: what `bench determinism` tries where nothing is named.
+KINDS = ("attention", "mamba2", "s4d", "mamba", "hybrid", "gla", "deltanet", "kda", "rwkv7")
 SETTINGS: Mapping[str, Value] = {"model.width": 128, "model.dtype": "bfloat16", "steps": 200, "checkpoint_every": 10}
-SPECS = tuple(with_argument("configs/debug.py", {"arch": arch}) for arch in ARCHS)
 SAME = "identical"
+
+
+def specs(names: str | None = None) -> list[str]:
+    """Configs of architectures by their names, with commas between them; None: of one of each kind."""
+    archs = KINDS if names is None else [choose("arch", name.strip(), set(ARCHS)) for name in names.split(",")]
+    return [with_argument("configs/debug.py", {"arch": arch}) for arch in archs]
 
 
 def measure(spec: str, overrides: Mapping[str, Value], kills: int) -> dict:

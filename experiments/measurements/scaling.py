@@ -26,6 +26,7 @@ from experiments.measurements.speed import compiled_bytes, place
 from model.contract import Context, Mixer
 from model.errors import choose, out_of_memory
 from model.mixers import MIXERS
+from model.ops.named import implementations
 from train.revision import source_digest
 
 Row = dict[str, Any]
@@ -126,13 +127,16 @@ def prepare(mixer: Mixer, length: int, room: float) -> Callable[[], Row]:
     """What measures, once all is compiled."""
     start = time.perf_counter()
     try:
-        step = compiled(mixer, length)
+        program = lowered(mixer, length)
+        step = program.compile()
     except Exception as error:  # whatever a mixer breaks down with, the others are still to be measured
         return partial(broken, error)
     found = {
         "compile_s": time.perf_counter() - start,
         "temp_bytes": step.memory_analysis().temp_size_in_bytes,
     }
+    if picked := implementations(program):
+        found["implementation"] = ", ".join(picked)
     if compiled_bytes(step) > room:
         return lambda: {"status": NO_MEMORY, **found}
 
@@ -172,7 +176,7 @@ def tokens(mixer: Mixer, length: int) -> jax.Array:
     return jax.random.normal(jax.random.key(1), (1, length, mixer.width), mixer.dtype)
 
 
-def compiled(mixer: Mixer, length: int) -> jax.stages.Compiled:
+def lowered(mixer: Mixer, length: int) -> jax.stages.Lowered:
     """Value and gradient, by the parameters and by the inputs, of the sum of the outputs' squares."""
 
     def objective(variables, x):
@@ -181,7 +185,7 @@ def compiled(mixer: Mixer, length: int) -> jax.stages.Compiled:
 
     variables = jax.eval_shape(partial(draw, mixer), jax.random.key(0))
     x = jax.eval_shape(partial(tokens, mixer, length))
-    return jax.jit(jax.value_and_grad(objective, argnums=(0, 1))).lower(variables, x).compile()
+    return jax.jit(jax.value_and_grad(objective, argnums=(0, 1))).lower(variables, x)
 
 
 def seconds_of(call: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
@@ -312,7 +316,8 @@ def sorted_by_length(rows: Iterator[Row]) -> list[Row]:
 
 
 def sentence(row: Row) -> str:
-    name = f"{row['mixer']}, {row['length']:,} tokens"
+    by = f" by {row['implementation']}" if "implementation" in row else ""
+    name = f"{row['mixer']}, {row['length']:,} tokens{by}"
     if row["status"] != MEASURED:
         return f"{name}: {row['status']}" + (f" ({row['error']})" if "error" in row else "")
     time_and_memory = f"{1e3 * row['seconds']:.2f} ms, {row['temp_bytes'] / 2**20:,.1f} MiB"

@@ -34,7 +34,7 @@ def place() -> str:
 
 def sheet(named: dict[str, str]) -> Sheet:
     """Of contenders in settings; a setting's keys -> their headings."""
-    return Sheet(named | {"contender": "contender"}, FORWARD | GRADIENT | MEMORY)
+    return Sheet(named | {"contender": "contender"}, FORWARD | GRADIENT | MEMORY | COMPILING)
 
 
 def measure(

@@ -21,7 +21,12 @@ KINDS = ("plain", "head", "channels", "delta", "gated delta", "kda", "rwkv7")
 RATIO = ("x plain", ".2f")
 SHEET = Sheet(
     {"batch": "batch", "length": "length", "contender": "kind"},
-    speed.FORWARD | {"forward_ratio": RATIO} | speed.GRADIENT | {"gradient_ratio": RATIO} | speed.MEMORY,
+    speed.FORWARD
+    | {"forward_ratio": RATIO}
+    | speed.GRADIENT
+    | {"gradient_ratio": RATIO}
+    | speed.MEMORY
+    | speed.COMPILING,
 )
 
 

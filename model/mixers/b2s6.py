@@ -13,6 +13,7 @@ from model.mixers.mamba import inverse_softplus_dt
 from model.mixers.s4d import INITS, starting_modes
 from model.mixers.state_space import StateSpace, System, boundaries, paired
 from model.ops.fused import needs_unmet, refuse
+from model.ops.named import running
 from model.ops.scan import IMPLEMENTATIONS as SCANS
 from model.ops.scan import diagonal_scan
 from model.settings import Dim, Positive
@@ -47,7 +48,8 @@ def b2s6_recurrence(
         implementation = "fused"
     if implementation == "fused":
         refuse("scan", kernels_lack(u, A))
-        y, h = by_kernels(inputs, h0, *shared)
+        with running("scan", implementation):
+            y, h = by_kernels(inputs, h0, *shared)
     else:
         y, h = diagonal_scan(expand, contract, h0, inputs, shared, implementation=implementation)
     return y.reshape(rows, L, D), h.reshape(rows, D, -1)

@@ -22,6 +22,7 @@ from model.ops.decode_attention import decode, flash_decode
 from model.ops.dense_attention import reference, weights_and_lse, xla
 from model.ops.fused_attention import cudnn, flash, splash
 from model.ops.mask import CAUSAL, FULL, Mask
+from model.ops.named import running
 from model.ops.ring_attention import ring
 from model.ops.scores import Bias, Form, Operands, Pairwise
 from model.ops.tiled_attention import tiled
@@ -168,7 +169,8 @@ def attention(
     form, o = prepare(q, k, v, **call)
     shared = sharing.share(form, o, call["bias"].axes if form.bias else None, implementation)
     chosen = pick(implementation, shared.form, shared.seen, with_lse)
-    out, *lse = sharing.on_each_device(chosen.run, shared, outputs=2 if with_lse else 1)
+    with running("attention", next(name for name, can in IMPLEMENTATIONS.items() if can is chosen)):
+        out, *lse = sharing.on_each_device(chosen.run, shared, outputs=2 if with_lse else 1)
     out = out.reshape(*q.shape[:3], v.shape[-1])
     return (out, lse[0].reshape(q.shape[:3])) if with_lse else out
 

@@ -26,7 +26,8 @@ from model import placement
 from model.errors import choose
 from model.ops.chunked_channels import meetings
 from model.ops.decays import FORGET, in_chunks
-from model.ops.fused import SIDES, needs_unmet, refuse
+from model.ops.fused import SIDES, needs_unmet, picked, refuse
+from model.ops.named import running
 from model.ops.stretches import of_earlier, of_last, on_stretches, stretches
 
 Array = jax.Array
@@ -253,10 +254,17 @@ def general(tokens: Tokens) -> bool:
 
 def lacking(tokens: Tokens) -> list[str]:
     """Why the fused kernels cannot serve a call; empty if they can."""
-    reasons, sides = needs_unmet(tokens["v"]), {tokens[name].shape[-1] for name in ("k", "v")}
-    if sides - set(SIDES):
-        reasons.append(f"heads of {sorted(sides)} channels (it takes {', '.join(map(str, SIDES))})")
-    return reasons
+    return needs_unmet(tokens["v"]) + misfits(tokens)
+
+
+def misfits(tokens: Tokens) -> list[str]:
+    sides = {tokens[name].shape[-1] for name in ("k", "v")}
+    if not sides - set(SIDES):
+        return []
+    return [f"heads of {sorted(sides)} channels (it takes {', '.join(map(str, SIDES))})"]
+
+
+KNOBS = "head_dim, of gated_deltanet by expand too"  # that set the sides of a state
 
 
 IMPLEMENTATIONS = {"sequential": sequential, "chunked": chunked, "fused": fused}
@@ -284,6 +292,7 @@ def delta_rule(
     tokens = dict(q=q, k=k, v=v, w=w, beta=beta, a=a, b=b)
     tokens = {name: leaf for name, leaf in tokens.items() if leaf is not None}
     if implementation is None:
-        implementation = "sequential" if q.shape[1] == 1 else "chunked" if lacking(tokens) else "fused"
+        implementation = "sequential" if q.shape[1] == 1 else picked("delta_rule", v, misfits(tokens), KNOBS)
     run = choose("delta_rule implementation", implementation, IMPLEMENTATIONS)
-    return run(tokens, h0, None if keep is None else keep.astype(bool))
+    with running("delta_rule", implementation):
+        return run(tokens, h0, None if keep is None else keep.astype(bool))

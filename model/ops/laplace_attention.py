@@ -16,6 +16,7 @@ from jax import lax
 from model.contract import wide
 from model.errors import choose
 from model.ops.attention import few_scores, prepare
+from model.ops.named import running
 from model.ops.scores import Form, Operands, raw_scores, shape_scores, visible
 from model.ops.tiled_attention import Pairs, at, candidates, in_tiles, learned, needed, pad, tile_shape, unblocks, when
 
@@ -34,7 +35,8 @@ def laplace_attention(q: Array, k: Array, v: Array, *, implementation: str | Non
     form, o = prepare(q, k, v, **call)
     picked = implementation or ("xla" if few_scores(o) else "tiled")
     run = choose("implementation of laplace attention", picked, IMPLEMENTATIONS)
-    return run(form, o).reshape(*q.shape[:3], v.shape[-1]).astype(v.dtype)
+    with running("laplace_attention", picked):
+        return run(form, o).reshape(*q.shape[:3], v.shape[-1]).astype(v.dtype)
 
 
 def laplace_weights(q: Array, k: Array, v: Array, **call: Any) -> Array:

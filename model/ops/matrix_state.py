@@ -16,6 +16,7 @@ from model.errors import choose
 from model.ops import chunked_channels, ssd
 from model.ops.decays import FORGET, STRONGEST
 from model.ops.fused import SIDES, needs_unmet, picked, refuse
+from model.ops.named import running
 
 Array = jax.Array
 
@@ -127,9 +128,11 @@ def matrix_state(
     w: log decays, none positive, wide: of a head [B, L, H], of each of its channels [B, L, H, K], or None for none at
     all. A step with k = 0 and w = 0 leaves the state as it was. q, k and v may be narrow.
     """
-    run = choose("matrix_state implementation", implementation or best(k, v), IMPLEMENTATIONS)
+    implementation = implementation or best(k, v)
+    run = choose("matrix_state implementation", implementation, IMPLEMENTATIONS)
     w = None if w is None else w.astype(h0.dtype)
     if w is not None and w.ndim == 3:  # running sums of channels are not taken apart, and need no bound
         w = jnp.maximum(w, STRONGEST)
     keep = None if keep is None else keep.astype(bool)
-    return run(q.astype(v.dtype), k.astype(v.dtype), v, w, h0, keep)
+    with running("matrix_state", implementation):
+        return run(q.astype(v.dtype), k.astype(v.dtype), v, w, h0, keep)

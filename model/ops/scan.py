@@ -16,6 +16,7 @@ from jax import lax
 from model import placement
 from model.errors import UserError, choose
 from model.ops.fused import needs_unmet, refuse
+from model.ops.named import running
 from model.ops.stepped_selective import stepped_selective
 from model.ops.stretches import Share, handed_on, on_stretches, stretches
 
@@ -204,10 +205,11 @@ def diagonal_scan(
     implementation = implementation or best(length, state)
     chunk = chunk or best_chunk(state)
     run = choose("scan implementation", implementation, IMPLEMENTATIONS)
-    if run is sharded:
-        y, h = sharded(expand, contract, h0, inputs, shared, chunk)
-    else:
-        y, h = run(bind(expand, shared), bind(contract, shared), h0, inputs, chunk)
+    with running("scan", implementation):
+        if run is sharded:
+            y, h = sharded(expand, contract, h0, inputs, shared, chunk)
+        else:
+            y, h = run(bind(expand, shared), bind(contract, shared), h0, inputs, chunk)
     return jnp.swapaxes(y, 0, 1), h
 
 
@@ -304,12 +306,14 @@ def selective_scan(
     if implementation == "stepped":
         # The gradient holds a chunk's states and decays: 2 MiB of each, so that they stay in the cache.
         chunk = min(max(4, 2**21 // bytes_held(h0)), CHUNK)
-        return on_stretches(partial(stepped, chunk=chunk), (x, dt, B, C, keep), (A, h0))
+        with running("scan", implementation):
+            return on_stretches(partial(stepped, chunk=chunk), (x, dt, B, C, keep), (A, h0))
     if implementation == "fused":
         refuse("scan", kernels_lack(x, A))
         from model.ops.fused_selective import fused_selective  # here: Pallas takes a second to load
 
-        return fused_selective(x, dt, A, B, C, h0, keep)
+        with running("scan", implementation):
+            return fused_selective(x, dt, A, B, C, h0, keep)
 
     def expand(inputs, A):
         a = jnp.exp(inputs["dt"][..., None] * A)

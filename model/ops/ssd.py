@@ -16,6 +16,7 @@ from jax import lax
 from model.errors import choose
 from model.ops.decays import FORGET, STRONGEST, carry, in_chunks, parts, sums
 from model.ops.fused import SIDES, needs_unmet, picked, refuse
+from model.ops.named import running
 from model.ops.stretches import handed_on, on_stretches, stretches
 
 Array = jax.Array
@@ -217,4 +218,5 @@ def ssd(
     run = choose("ssd implementation", implementation, IMPLEMENTATIONS)
     a = jnp.maximum(dt * A, STRONGEST)
     opens = None if keep is None else ~keep.astype(bool)
-    return run(x, dt, a, B.astype(x.dtype), C.astype(x.dtype), h0, opens, chunk)
+    with running("ssd", implementation):
+        return run(x, dt, a, B.astype(x.dtype), C.astype(x.dtype), h0, opens, chunk)

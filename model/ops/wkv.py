@@ -14,6 +14,7 @@ from model.errors import choose
 from model.ops import matrix_state
 from model.ops.chunked_channels import chunked, einsum, forgetting
 from model.ops.fused import refuse
+from model.ops.named import running
 
 Array = jax.Array
 
@@ -68,5 +69,6 @@ def wkv6(
         implementation = matrix_state.best(k, v)
     run = choose("wkv6 implementation", implementation, IMPLEMENTATIONS)
     now = jnp.sum(u * r * k, axis=-1, keepdims=True) * v
-    y, h = run(r, k, v, w, h0, keep)
+    with running("wkv6", implementation):
+        y, h = run(r, k, v, w, h0, keep)
     return y + now, h

@@ -33,7 +33,8 @@ class MoBA(Mixer):
     bias: Biases = "none"  # projections that have one
     block: Length = 64  # tokens of a block
     top: Whole = 3  # earlier blocks that a query chooses, besides its own
-    implementation: Literal["gathered", "reference"] | None = None  # gathered blocks, or all scores; None: gathered
+    # Gathered blocks, kernels for NVIDIA GPUs, or all scores; None: kernels where they can serve, else gathered.
+    implementation: Literal["gathered", "fused", "reference"] | None = None
 
     softmax: ClassVar[bool] = True
     forward_only: ClassVar[bool] = True
@@ -78,7 +79,7 @@ class MoBA(Mixer):
         if self.implementation == "reference":
             y = jnp.einsum("bhrlm,bmhv->blhrv", weights.astype(v.dtype), v)
         else:
-            y = attend(q, k, v, chosen, order, self.block, **call)
+            y = attend(q, k, v, chosen, order, self.block, **call, implementation=self.implementation)
         return out_of_heads(self, y[:, :, :, 0]), state
 
     @property

@@ -44,7 +44,8 @@ class NSA(Mixer):
     block: Length = 64  # tokens of a block to choose
     top: Annotated[int, within(3, LONGEST)] = 8  # blocks a query sees: the first, its own, that before, and chosen ones
     sliding: Length = 128  # the near branch sees those less than this far back
-    implementation: Literal["gathered", "reference"] | None = None  # gathered blocks, or all scores; None: gathered
+    # Gathered blocks, kernels for NVIDIA GPUs, or all scores; None: kernels where they can serve, else gathered.
+    implementation: Literal["gathered", "fused", "reference"] | None = None
 
     softmax: ClassVar[bool] = True
     forward_only: ClassVar[bool] = True
@@ -103,7 +104,7 @@ class NSA(Mixer):
             weights = weights_of_all(*call, **where).astype(self.dtype)
             picked = jnp.einsum("bgrlm,bmgv->blgrv", weights, seen["v_chosen"])
         else:
-            picked = attend(*call[:2], seen["v_chosen"], *call[2:], **where)
+            picked = attend(*call[:2], seen["v_chosen"], *call[2:], **where, implementation=self.implementation)
         plain = "reference" if self.implementation == "reference" else None
         last = attention(q, seen["k_near"], seen["v_near"], **near, implementation=plain)
         gate = nn.sigmoid(dense((H, 3), INTO_HEADS, self.dtype, "gate", bias=True)(x))

@@ -7,6 +7,7 @@ nothing behind themselves.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,8 +20,10 @@ from jax import lax
 from model import placement
 from model.contract import wide
 from model.documents import document_positions, open_reading
+from model.errors import choose
 from model.ops.conv import moved, places
 from model.ops.dense_attention import softmax
+from model.ops.fused import SIDES, needs_unmet, refuse, say
 from model.ops.scores import Bias
 from model.ops.stretches import gathers
 
@@ -184,11 +187,13 @@ def attend(
     bias: Bias | None,
     q_positions: Array,
     k_positions: Array,
+    implementation: str | None = None,
 ) -> Array:
     """Attention of each query to the tokens up to itself of the blocks it chose, `[B, L, G, R, V]`.
 
     k, v: in the row's order, as are `k_positions`, [B or 1, M], by which `bias` is. On a mesh a device has its own
-    rows and groups of heads, and of those the whole length.
+    rows and groups of heads, and of those the whole length. implementation: `gathered`, plain XLA, or `fused`, kernels
+    for NVIDIA GPUs; None takes those where they can serve.
     """
     form, learned, where = prepare(q, k, v, chosen, order, size, bias, q_positions, k_positions)
     heads = shared_heads("attention to chosen blocks", q.shape[2], k.shape[1])
@@ -202,7 +207,45 @@ def attend(
     )
     others = (lying(x, "batch") for x in (where.index, where.q_positions, where.k_positions))
     of_where = Places(lying(where.chosen, "batch", None, heads), *others)
-    return placement.on_each_device(partial(_attend, form), (of_learned, of_where), of_learned.q)(learned, where)
+    run = partial(on_device, form, implementation)
+    return placement.on_each_device(run, (of_learned, of_where), of_learned.q)(learned, where)
+
+
+def on_device(form: Form, implementation: str | None, o: Learned, where: Places) -> Array:
+    run = choose("implementation of attention to chosen blocks", implementation or best(form, o), IMPLEMENTATIONS)
+    return run(form, o, where)
+
+
+def fused(form: Form, o: Learned, where: Places) -> Array:
+    """The same in kernels for NVIDIA GPUs."""
+    refuse("attention to chosen blocks", needs_unmet(o.q) + misfits(form, o), "gathered")
+    from model.ops import fused_chosen  # here: Pallas takes a second to load, and only GPUs need it
+
+    return fused_chosen.attend(form, o, where)
+
+
+def best(form: Form, o: Learned) -> str:
+    """The implementation for a call that names none."""
+    if o.q.shape[1] <= TILE or needs_unmet(o.q):  # few queries are gathered for at once, which is no slower
+        return "gathered"
+    if lacking := misfits(form, o):
+        reasons = "; ".join(lacking)
+        say(f"attention to chosen blocks: no kernel for {reasons}, so plain XLA takes its place, which is slower")
+    return "gathered" if lacking else "fused"
+
+
+def misfits(form: Form, o: Learned) -> list[str]:
+    """What of a call the kernels are not made for; empty if they can serve it."""
+    reasons = []
+    if form.bias is not None:
+        reasons.append("a position that adds to scores (it takes none that does)")
+    if form.size < SIDES[0] or form.size.bit_count() > 1:
+        fits = max(SIDES[0], 2 ** round(math.log2(form.size)))
+        reasons.append(f"blocks of {form.size} tokens (it takes powers of two from {SIDES[0]} on; closest: {fits})")
+    if o.k.shape[-1] not in SIDES or o.v.shape[-1] not in SIDES:
+        allowed = ", ".join(map(str, SIDES))
+        reasons.append(f"heads of {o.k.shape[-1]} channels (it takes {allowed}; set by head_dim or n_heads)")
+    return reasons
 
 
 def shared_heads(what: str, G: int, M: int) -> placement.Name:
@@ -385,3 +428,5 @@ def backward(form: Form, kept, d_y: Array):
 
 
 _attend.defvjp(forward, backward)
+
+IMPLEMENTATIONS = {"gathered": _attend, "fused": fused}

@@ -7,10 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from model.errors import UserError
+from model.mixers import MIXERS
 from model.ops import chosen as op
-from model.ops import fused, fused_chosen
+from model.ops import compressed, fused_chosen
+from model.ops.scores import Bias
+from model.positions import POSITIONS
+from model.positions.score_bias import ALiBiBias
 from tests import meshes, zoo
 from tests.test_fused_ssd import made_for
 
@@ -68,8 +73,7 @@ def values_and_gradients(case: Case, run: str, dtype: str) -> dict[str, np.ndarr
     def objective(x):
         q, k, v = (x[name] for name in "qkv")
         if run == "fused":
-            call_ = op.prepare(q, k, v, chosen, order, case.size, None, **call)
-            y = fused_chosen.attend(*call_, interpret=True)
+            y = fused_chosen.attend(*op.prepare(q, k, v, chosen, order, case.size, None, **call), interpret=True)
         else:
             weights = op.weights_of_all(q, k, chosen, order, case.size, bias=None, **call)
             y = jnp.einsum("bgrlm,bmgv->blgrv", weights, v)
@@ -82,10 +86,10 @@ def values_and_gradients(case: Case, run: str, dtype: str) -> dict[str, np.ndarr
 
 
 CASES = {
+    "heads together": Case(M=77, L=77, G=2, R=4, size=16, n=2, packed=True),
     "documents": Case(M=90, L=90, G=2, R=1, size=16, n=2, packed=True),
     "a cache": Case(M=70, L=13, G=1, R=4, size=32, n=2, packed=True),
     "one document": Case(M=100, L=100, G=1, R=1, size=16, n=3),
-    "heads together": Case(M=77, L=77, G=2, R=4, size=16, n=2, packed=True),
     "three heads": Case(M=50, L=50, G=1, R=3, size=16, n=1),
     "long blocks": Case(M=300, L=300, G=1, R=1, size=128, n=2, packed=True, B=1),
     "own blocks alone": Case(M=40, L=40, G=1, R=1, size=16, n=0, packed=True),
@@ -95,7 +99,7 @@ CASES = {
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_are_the_softmax_of_all_scores(name, monkeypatch):
     monkeypatch.setattr(fused_chosen, "TILES", 2)  # so that blocks go on from chunk to chunk
@@ -104,3 +108,143 @@ def test_kernels_are_the_softmax_of_all_scores(name, monkeypatch):
     found = values_and_gradients(CASES[name], "fused", "float32")
     for name, leaf in true.items():
         assert np.abs(found[name] - leaf).max() <= 2e-6 * np.abs(leaf).max(), name
+
+
+@pytest.mark.scale
+def test_narrow_numbers_are_near():
+    """bfloat16, in which a pair's own output is kept too."""
+    case = CASES["heads together"]
+    with jax.enable_x64(True):
+        true = values_and_gradients(case, "all", "float64")
+    for name, leaf in values_and_gradients(case, "fused", "bfloat16").items():
+        assert np.abs(leaf - true[name]).max() <= 2e-2 * np.abs(true[name]).max(), name
+
+
+MIXED = {
+    "moba": dict(block=16, top=2, n_kv_heads=2, head_dim=K),
+    "nsa": dict(length=8, stride=4, block=16, top=4, sliding=5, n_kv_heads=2, head_dim=K),
+}
+
+
+@pytest.mark.scale
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("name", MIXED)
+def test_mixers_are_the_same_by_kernels(name, packed, monkeypatch):
+    """Values and gradients, of parameters too, are those of all scores."""
+    for module in (op, compressed):
+        monkeypatch.setattr(module, "needs_unmet", lambda tokens: [])
+    monkeypatch.setattr(compressed, "TILE", 4)
+    monkeypatch.setattr(fused_chosen, "attend", partial(fused_chosen.attend, interpret=True))
+    rng, n = np.random.default_rng(4), 75
+    segments = np.sort(rng.integers(1, 3, (2, n)), axis=1) * (rng.random((2, n)) > 0.1) if packed else np.ones((2, n))
+    x, weight = rng.normal(size=(2, 2, n, zoo.WIDTH)).astype(np.float32) * (segments > 0)[..., None]
+    ctx, found = zoo.context(segments if packed else None, n), []
+    for implementation in ("fused", "reference"):
+        mixer = zoo.make((name, MIXED[name], "rope"), implementation=implementation)
+        grads, y = zoo.gradient(mixer)(zoo.params(mixer), x, ctx, weight)
+        found.append([*jax.tree.leaves(grads), y[segments > 0]])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
+
+
+def step_of(name: str, dtype: str, packed: bool, mesh, **settings) -> str:
+    """The program of a mixer's gradient on GPUs, of heads of 64."""
+    mixer = MIXERS[name](width=256, dtype=jnp.dtype(dtype), position=POSITIONS["rope"], **settings)
+    x, at = jax.ShapeDtypeStruct((8, 1000, 256), mixer.dtype), jax.ShapeDtypeStruct((8, 1000), jnp.int32)
+    variables = jax.eval_shape(lambda x: mixer.init(jax.random.key(0), x, zoo.Context()), x)
+
+    def objective(variables, x, segments):
+        ctx = zoo.Context(segments=segments) if packed else zoo.Context()
+        return jnp.sum(mixer.apply(variables, x, ctx)[0].astype(jnp.float32) ** 2)
+
+    return meshes.lowered(mesh, jax.grad(objective, argnums=(0, 1)), variables, x, at)
+
+
+KERNELS = [f"chosen_{name}" for name in ("out", "queries", "keys", "joined")]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "packed"),
+    [
+        pytest.param("moba", "bfloat16", True, marks=pytest.mark.quick),
+        pytest.param("nsa", "bfloat16", False, marks=pytest.mark.quick),
+        *[
+            pytest.param(name, dtype, packed, marks=pytest.mark.scale)
+            for name in MIXED
+            for dtype in ("float32", "float16")
+            for packed in (False, True)
+        ],
+    ],
+)
+def test_mixers_take_kernels_on_a_gpu(name, dtype, packed):
+    text = step_of(name, dtype, packed, meshes.mesh_of("gpu"))
+    assert all(f'name = "{kernel}' in text for kernel in KERNELS)
+    assert ('name = "flash_out' in text) == (name == "nsa")  # of compressed keys
+
+
+@pytest.mark.scale
+@pytest.mark.parametrize("sizes", [dict(data=8), dict(tensor=4), dict(sequence=4), dict(data=2, tensor=2)], ids=str)
+def test_kernels_lower_on_every_mesh(sizes):
+    for name in MIXED:
+        text = step_of(name, "bfloat16", True, meshes.mesh_of("gpu", **sizes), block=32 if name == "moba" else 512)
+        assert all(f'name = "{kernel}' in text for kernel in KERNELS)
+
+
+def attended(implementation: str | None, size: int = 16, K: int = K, bias=None, dtype="float32", L: int = 200):
+    """The shape of what comes out of a call of some shape."""
+    q, k = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((1, L, 1, 1, K), (1, L, 1, K)))
+    chosen = jax.ShapeDtypeStruct((1, L, 1, 2), jnp.int32)
+
+    def run(q, k, v, chosen):
+        order = op.order_of((1, L), None)
+        places = dict(q_positions=order.index, k_positions=order.index)
+        return op.attend(q, k, v, chosen, order, size, bias=bias, implementation=implementation, **places)
+
+    return str(jax.make_jaxpr(run)(q, k, k, chosen))
+
+
+SLOPES = Bias({"m": jnp.ones(1)}, ALiBiBias(), {"m": ("heads",)})
+UNSERVED = [
+    (dict(size=24), r"blocks of 24 tokens \(it takes powers of two from 16 on; closest: 32\)"),
+    (dict(size=8), r"blocks of 8 tokens \(it takes powers of two from 16 on; closest: 16\)"),
+    (dict(K=48), r"heads of 48 channels \(it takes 16, 32, 64, 128; set by head_dim or n_heads\)"),
+    (dict(bias=SLOPES), "a position that adds to scores"),
+]
+
+
+@pytest.mark.parametrize(("call", "says"), UNSERVED, ids=["24", "8", "48", "bias"])
+def test_what_kernels_do_not_take_goes_without(call, says):
+    with made_for("NVIDIA H200"):
+        assert "chosen_out" in attended(None) and "chosen_out" not in attended("gathered")
+        assert "chosen_out" not in attended(None, **call)
+        with pytest.raises(UserError, match=f"chosen blocks implementation 'fused' cannot serve {says}.*'gathered'"):
+            attended("fused", **call)
+
+
+def test_kernels_are_for_gpus_and_many_queries():
+    assert "chosen_out" not in attended(None)
+    with pytest.raises(UserError, match=r"cannot serve the platform cpu \(it runs on gpu from 8.0\)"):
+        attended("fused")
+    with pytest.raises(UserError, match=r"unknown implementation of attention to chosen blocks 'fuse'.*fused"):
+        attended("fuse")
+    with made_for("NVIDIA H200"):
+        assert "chosen_out" not in attended(None, L=100) and "chosen_out" in attended("fused", L=100)
+
+
+def test_rounds_find_the_highest():
+    """As `top_k` does: equal ones in their order, those at infinity too, and none where there are no more."""
+    rng = np.random.default_rng(5)
+    scores = rng.integers(0, 4, (3, 7, 11)).astype(np.float32)
+    scores[rng.random(scores.shape) < 0.1] = np.inf
+    scores[rng.random(scores.shape) < 0.5] = -np.inf
+    (best, at), (want, want_at) = op.in_rounds(jnp.asarray(scores), 6), lax.top_k(scores, 6)
+    np.testing.assert_array_equal(best, want)
+    np.testing.assert_array_equal(np.where(np.isneginf(want), -1, at), np.where(np.isneginf(want), -1, want_at))
+
+
+def test_a_gpu_lets_as_many_choose_as_there_is_room_for():
+    q = jax.ShapeDtypeStruct((1, 65_536, 4, 1, 64), jnp.float32)
+    assert op.choosing(q, 1024) == op.TILE
+    with made_for("NVIDIA H200"):
+        assert op.choosing(q, 1024) == 2**14
+        assert op.choosing(q, 2**30) == op.TILE

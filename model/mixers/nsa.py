@@ -98,7 +98,7 @@ class NSA(Mixer):
         order = order_of(seen["k_near"].shape[:2], segments, first, x.shape[1])
         grouped, where = q.reshape(*q.shape[:2], G, -1, K), dict(bias=bias, q_positions=at, k_positions=k_at)
         short = self.compress(seen["k_compressed"], seen["v_compressed"], k_at, order, position, span)
-        compressed, chosen = attend_and_choose(grouped, short, order, self.sizes, bias, at)
+        compressed, chosen = attend_and_choose(grouped, short, order, self.sizes, bias, at, self.implementation)
         call = (grouped, seen["k_chosen"], chosen, order, self.block)
         if self.implementation == "reference":
             weights = weights_of_all(*call, **where).astype(self.dtype)

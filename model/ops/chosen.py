@@ -28,7 +28,9 @@ from model.ops.scores import Bias
 from model.ops.stretches import gathers
 
 Array = jax.Array
-TILE = 128  # queries that choose at a time
+TILE = 128  # queries that choose at a time, at least
+SCORES = 2**26  # numbers of one kind that those who choose together may make on a GPU
+ROUNDS = 16  # blocks up to which a GPU finds the highest one after another
 # Numbers that a tile gathers on a device; with gradient it holds four times as many.
 GATHERED, GATHERED_ON_CPU = 2**26, 2**21
 
@@ -91,24 +93,56 @@ def whole_blocks(order: Order, size: int, stride: int) -> tuple[Array, Array]:
 
 def block_means(k: Array, start: Array, size: int) -> Array:
     """The mean key of each block, `[B, N, G, K]`, in float32 at least."""
-
-    def add(total, i):
-        at = jnp.minimum(start + i, k.shape[1] - 1)
-        return total + jnp.take_along_axis(k, at[..., None, None], axis=1), None
-
-    zeros = jnp.zeros((*start.shape, *k.shape[2:]), wide(k.dtype))
-    return lax.scan(add, zeros, jnp.arange(size, dtype=jnp.int32))[0] / size
+    (B, M, *rest), N = k.shape, start.shape[1]
+    at = jnp.minimum(start[..., None] + jnp.arange(size, dtype=jnp.int32), M - 1).reshape(B, N * size)
+    tokens = jnp.take_along_axis(k.reshape(B, M, -1), at[..., None], axis=1).reshape(B, N, size, *rest)
+    return jnp.mean(tokens, axis=2, dtype=wide(k.dtype))
 
 
 def highest(scores: Array, allowed: Array, start: Array, n: int) -> Array:
-    """The first tokens of the n allowed blocks with the highest scores, `[B, L, G, n]`, -1 where there are fewer.
+    """The first tokens of the n allowed blocks with the highest scores, `[B, ..., n]`, -1 where there are fewer.
 
-    scores, allowed: [B, L, G, N]; start: [B, N]. Of equal scores the earlier block's counts more.
+    scores, allowed: [B, ..., N]; start: [B, N]. Of equal scores the earlier block's counts more.
     """
     n = min(n, scores.shape[-1])
-    best, number = lax.top_k(jnp.where(allowed, scores, -jnp.inf), n)
+    one_by_one = placement.platform() == "gpu" and n <= ROUNDS
+    best, number = (in_rounds if one_by_one else lax.top_k)(jnp.where(allowed, scores, -jnp.inf), n)
     found = jnp.take_along_axis(start, number.reshape(start.shape[0], -1), axis=1).reshape(number.shape)
     return jnp.where(best > -jnp.inf, found, -1)
+
+
+def in_rounds(scores: Array, n: int) -> tuple[Array, Array]:
+    """As `lax.top_k`, one after another: scores are read n times, where a GPU would sort all of them.
+
+    Where there are fewer than n above -inf, the others are -inf at any place.
+    """
+    place = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+
+    def higher(one, other):
+        (score, at), (score_2, at_2) = one, other
+        first = (score > score_2) | ((score == score_2) & (at < at_2))
+        return jnp.where(first, score, score_2), jnp.where(first, at, at_2)
+
+    none, found, left = (jnp.array(-jnp.inf, scores.dtype), jnp.int32(scores.shape[-1])), [], scores
+    for _ in range(n):
+        best, at = lax.reduce((left, place), none, higher, (scores.ndim - 1,))
+        found.append((best, jnp.minimum(at, scores.shape[-1] - 1)))
+        # By the last one alone, so that no array of scores is made anew.
+        best, at = best[..., None], at[..., None]
+        left = jnp.where((scores < best) | ((scores == best) & (place > at)), scores, -jnp.inf)
+    if not found:
+        return jnp.zeros((*scores.shape[:-1], 0), scores.dtype), jnp.zeros((*scores.shape[:-1], 0), jnp.int32)
+    best, number = (jnp.stack(parts, axis=-1) for parts in zip(*found, strict=True))
+    return best, number
+
+
+def choosing(q: Array, N: int) -> int:
+    """Queries `[B, L, G, R, K]` that choose among N at a time: on a GPU, whose steps of a loop cost, as many as fit."""
+    B, L, G, R, _ = q.shape
+    if placement.platform() != "gpu":
+        return min(TILE, L)
+    B, G = placement.held(("batch", "heads"), (B, G))
+    return min(L, max(TILE, SCORES // (B * G * R * N)))
 
 
 def nearest_means(q: Array, k: Array, order: Order, size: int, n: int) -> Array:
@@ -122,19 +156,23 @@ def nearest_means(q: Array, k: Array, order: Order, size: int, n: int) -> Array:
     own = order.index - order.of_queries(order.position) % size  # where the query's own block begins
 
     def choose(q, own, mine):
-        scores = jnp.einsum("blgrk,bngk->blgrn", q.astype(means.dtype), means)
-        scores = scores.reshape(*scores.shape[:2], -1, scores.shape[-1])
+        scores = jnp.einsum("blgrk,bngk->bgrln", q.astype(means.dtype), means)
+        scores = scores.reshape(scores.shape[0], -1, *scores.shape[3:])  # [B, G R, t, N]
         allowed = (document[:, None] == mine[..., None]) & (start[:, None] < own[..., None])
-        found = highest(scores, allowed[:, :, None], start, n)
-        return jnp.concatenate([jnp.broadcast_to(own[..., None, None], (*found.shape[:3], 1)), found], axis=-1)
+        return with_own(own, highest(scores, allowed[:, None], start, n))
 
-    return in_tiles(choose, TILE, q, own, order.of_queries(order.document))
+    return in_tiles(choose, choosing(q, start.shape[1]), q, own, order.of_queries(order.document))
+
+
+def with_own(own: Array, found: Array) -> Array:
+    """A query's own block before those it has found; own: [B, t]; found: [B, H, t, n]. Gives `[B, t, H, n + 1]`."""
+    own = jnp.broadcast_to(own[:, None, :, None], (*found.shape[:3], 1))
+    return jnp.moveaxis(jnp.concatenate([own, found], axis=-1), 1, 2)
 
 
 def in_tiles(run: Callable[..., Array], size: int, *arrays: Array) -> Array:
     """`run` on tiles along the length of arrays `[B, L, ...]`, one after another."""
     L = arrays[0].shape[1]
-    size = min(size, L)
     _, y = lax.scan(lambda _, tile: (None, run(*tile)), None, tuple(tiles(x, size) for x in arrays))
     return untiled(y, L)
 

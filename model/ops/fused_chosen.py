@@ -1,5 +1,4 @@
-"""Attention to chosen blocks in kernels for NVIDIA GPUs: a block's keys are read once for many of the queries that chose
-it, and nothing that a query chose is copied.
+"""Attention to chosen blocks in kernels for NVIDIA GPUs: a block is read once for many of the queries that chose it.
 
 A pair is a query and one block that it chose. Pairs are sorted by block, as tokens are by expert in a mixture of
 experts. `chosen_out` gives each pair of a tile an output of its own, with the log of the sum of its weights, by which a
@@ -328,7 +327,7 @@ def keys(call: Call, given: dict[str, Any], pairs: Sorted, interpret: bool) -> l
     given |= dict(dk=whole(jnp.zeros(k.shape, jnp.float32)), dv=whole(jnp.zeros(v.shape, jnp.float32)))
     made = [made_whole(*k.shape), made_whole(*v.shape)]
     run = partial(keys_kernel, call=call)
-    both = made + [apart(k), apart(v)]
+    both = [*made, apart(k), apart(v)]
     dk, dv, *more = launch(run, "chosen_keys", grid, given, both, warps(k, v), interpret, onto=("dk", "dv"))
     if call.C == 1:
         return [dk, dv]

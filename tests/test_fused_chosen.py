@@ -23,7 +23,7 @@ K = 16
 
 
 class Case(NamedTuple):
-    """Rows of M tokens, whose last L are queries; G groups of R heads; n blocks besides a query's own."""
+    """Rows of M tokens, whose last L are queries; G groups of R heads; n blocks besides a query's own and the first."""
 
     M: int
     L: int
@@ -37,9 +37,9 @@ class Case(NamedTuple):
 
 
 def documents(case: Case) -> np.ndarray | None:
-    """Three or so a row, of any lengths, with padding anywhere."""
+    """Two a row, of any lengths, with padding anywhere."""
     rng = np.random.default_rng(1)
-    found = np.sort(rng.integers(1, 5, (case.B, case.M)), axis=1) * (rng.random((case.B, case.M)) > 0.2)
+    found = np.sort(rng.integers(1, 3, (case.B, case.M)), axis=1) * (rng.random((case.B, case.M)) > 0.2)
     return found if case.packed else None
 
 
@@ -50,14 +50,15 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
 
 
 def chosen_by(case: Case, order: op.Order) -> jax.Array:
-    """Each query's own block and earlier ones of its document, some at random and some of them none, `[B, L, G, n]`."""
+    """A query's own block, its document's first, and earlier ones at random, some of them none, `[B, L, G, n + 2]`."""
     rng = np.random.default_rng(2)
     place, index = np.asarray(order.of_queries(order.position)), np.asarray(order.index)
     own = (index - place % case.size)[:, :, None, None]
     back = rng.permuted(np.broadcast_to(np.arange(1, 2 * case.n + 1), (*index.shape, case.G, 2 * case.n)), axis=-1)
     earlier = own - case.size * back[..., : case.n]
-    earlier = np.where(earlier >= (index - place)[:, :, None, None], earlier, -1)
-    return jnp.asarray(np.concatenate([np.broadcast_to(own, (*earlier.shape[:3], 1)), earlier], axis=-1), jnp.int32)
+    first = (index - place)[:, :, None, None]
+    parts = own, np.where(first < own, first, -1), np.where(earlier > first, earlier, -1)
+    return jnp.asarray(np.concatenate([np.broadcast_to(x, (*earlier.shape[:3], x.shape[-1])) for x in parts], axis=-1))
 
 
 def values_and_gradients(case: Case, run: str, dtype: str) -> dict[str, np.ndarray]:
@@ -86,7 +87,7 @@ def values_and_gradients(case: Case, run: str, dtype: str) -> dict[str, np.ndarr
 
 
 CASES = {
-    "heads together": Case(M=77, L=77, G=2, R=4, size=16, n=2, packed=True),
+    "heads together": Case(M=107, L=107, G=2, R=4, size=16, n=2, packed=True),
     "documents": Case(M=90, L=90, G=2, R=1, size=16, n=2, packed=True),
     "a cache": Case(M=70, L=13, G=1, R=4, size=32, n=2, packed=True),
     "one document": Case(M=100, L=100, G=1, R=1, size=16, n=3),

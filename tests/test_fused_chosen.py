@@ -1,4 +1,4 @@
-"""The GPU kernels of attention to chosen blocks, interpreted, against all weights in float64; and that they lower."""
+"""The GPU kernels that choose blocks and attend to them, interpreted, against the definition; and that they lower."""
 
 from functools import partial
 from typing import NamedTuple
@@ -8,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from model.errors import UserError
 from model.mixers import MIXERS
 from model.ops import chosen as op
-from model.ops import compressed, fused_chosen
+from model.ops import compressed, fused_choice, fused_chosen
 from model.ops.scores import Bias
 from model.positions import POSITIONS
 from model.positions.score_bias import ALiBiBias
 from tests import meshes, zoo
+from tests.host_mesh import mesh_of, on_mesh
 from tests.test_fused_ssd import made_for
 
 K = 16
@@ -127,15 +129,20 @@ MIXED = {
 }
 
 
+def interpreted(monkeypatch) -> None:
+    """Kernels serve here too, and few queries."""
+    monkeypatch.setattr(op, "needs_unmet", lambda tokens: [])
+    monkeypatch.setattr(op, "TILE", 4)
+    for module, name in ((fused_chosen, "attend"), (fused_choice, "nearest"), (fused_choice, "weightiest")):
+        monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=True))
+
+
 @pytest.mark.scale
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("name", MIXED)
 def test_mixers_are_the_same_by_kernels(name, packed, monkeypatch):
     """Values and gradients, of parameters too, are those of all scores."""
-    for module in (op, compressed):
-        monkeypatch.setattr(module, "needs_unmet", lambda tokens: [])
-    monkeypatch.setattr(compressed, "TILE", 4)
-    monkeypatch.setattr(fused_chosen, "attend", partial(fused_chosen.attend, interpret=True))
+    interpreted(monkeypatch)
     rng, n = np.random.default_rng(4), 75
     segments = np.sort(rng.integers(1, 3, (2, n)), axis=1) * (rng.random((2, n)) > 0.1) if packed else np.ones((2, n))
     x, weight = rng.normal(size=(2, 2, n, zoo.WIDTH)).astype(np.float32) * (segments > 0)[..., None]
@@ -145,6 +152,26 @@ def test_mixers_are_the_same_by_kernels(name, packed, monkeypatch):
         grads, y = zoo.gradient(mixer)(zoo.params(mixer), x, ctx, weight)
         found.append([*jax.tree.leaves(grads), y[segments > 0]])
     for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
+
+
+@pytest.mark.scale
+@pytest.mark.parametrize("name", MIXED)
+def test_devices_that_share_rows_and_heads_change_nothing(name, monkeypatch):
+    interpreted(monkeypatch)
+    rng, mixer = np.random.default_rng(8), zoo.make((name, MIXED[name], "rope"), implementation="fused")
+    x, segments = rng.normal(size=(2, 70, zoo.WIDTH)).astype(np.float32), np.sort(rng.integers(1, 4, (2, 70)), axis=1)
+
+    def step(variables, x):
+        ctx = zoo.context(segments)
+        return jax.value_and_grad(lambda *given: jnp.sum(mixer.apply(*given, ctx)[0] ** 2), argnums=(0, 1))(
+            variables, x
+        )
+
+    mesh = mesh_of(data=2, tensor=2)
+    placed = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+    found, want = on_mesh(step, mesh)(zoo.params(mixer), placed), jax.jit(step)(zoo.params(mixer), x)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * np.abs(other).max())
 
 
@@ -180,6 +207,7 @@ KERNELS = [f"chosen_{name}" for name in ("out", "queries", "keys", "joined")]
 def test_mixers_take_kernels_on_a_gpu(name, dtype, packed):
     text = step_of(name, dtype, packed, meshes.mesh_of("gpu"))
     assert all(f'name = "{kernel}' in text for kernel in KERNELS)
+    assert f'name = "choice_by_{"means" if name == "moba" else "weights"}' in text
     assert ('name = "flash_out' in text) == (name == "nsa")  # of compressed keys
 
 
@@ -249,3 +277,50 @@ def test_a_gpu_lets_as_many_choose_as_there_is_room_for():
     with made_for("NVIDIA H200"):
         assert op.choosing(q, 1024) == 2**14
         assert op.choosing(q, 2**30) == op.TILE
+
+
+def choices_of(name: str, packed: bool, implementation: str, R: int = 2) -> np.ndarray:
+    """What 300 queries of two groups choose, sorted by token."""
+    rng, n, G = np.random.default_rng(6), 300, 2
+    segments = np.sort(rng.integers(1, 4, (2, n)), axis=1) * (rng.random((2, n)) > 0.1) if packed else None
+    order = op.order_of((2, n), segments)
+    q, k = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, n, G, R, K), (2, n, G, K)))
+
+    def run(q, k):
+        if name == "moba":
+            return op.nearest_means(q, k, order, 3, 5, implementation)
+        sizes = compressed.Sizes(4, 2, 4, 6)
+        start, document = op.whole_blocks(order, sizes.length, sizes.stride)
+        keys = k[:, : start.shape[1]]
+        short = compressed.Compressed(keys, keys, start, document, start)
+        return compressed.attend_and_choose(q, short, order, sizes, None, order.index, implementation)[1]
+
+    return np.sort(jax.jit(run)(q, k), axis=-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "packed"),
+    [
+        ("moba", True),
+        *[pytest.param(*case, marks=pytest.mark.scale) for case in (("nsa", True), ("nsa", False), ("moba", False))],
+    ],
+)
+def test_kernels_choose_the_same_blocks(name, packed, monkeypatch):
+    """More blocks than a program looks at at a time, of documents that begin anywhere."""
+    interpreted(monkeypatch)
+    found, want = (choices_of(name, packed, implementation) for implementation in ("fused", "gathered"))
+    np.testing.assert_array_equal(found, want)
+
+
+def test_equal_scores_are_kept_in_their_order():
+    """As by `top_k`, over parts that come after each other."""
+    rng, n = np.random.default_rng(7), 5
+    scores = rng.integers(0, 6, (16, 48)).astype(np.float32)
+    scores[rng.random(scores.shape) < 0.05] = np.inf
+    scores[:4][rng.random((4, 48)) < 0.95] = -np.inf
+    best = fused_choice.none_yet(16, n)
+    for i in range(0, 48, 16):
+        best = fused_choice.kept(best, jnp.asarray(scores[:, i : i + 16]), jnp.arange(i, i + 16)[None], n)
+    values, at = lax.top_k(scores, n)
+    want = np.where(np.isneginf(values), -1, at)
+    np.testing.assert_array_equal(np.sort(np.maximum(best[1], -1)[:, :n], axis=1), np.sort(want, axis=1))

@@ -67,7 +67,8 @@ class MoBA(Mixer):
             k, v, k_at, segments = seen["k"], seen["v"], places["k_positions"], seen["segments"]
 
         order = order_of(k.shape[:2], segments, first, x.shape[1])
-        chosen = nearest_means(q.reshape(*q.shape[:2], G, -1, K), order.moved(k), order, self.block, self.top)
+        grouped, choice = q.reshape(*q.shape[:2], G, -1, K), (order, self.block, self.top, self.implementation)
+        chosen = nearest_means(grouped, order.moved(k), *choice)
         # Every head has chosen by itself, so that each reads its keys alone.
         q, k, v = q[:, :, :, None], jnp.repeat(k, H // G, axis=2), jnp.repeat(v, H // G, axis=2)
         bias = ctx.bias if position.shares else position.bias(H, causal=True)

@@ -145,15 +145,23 @@ def choosing(q: Array, N: int) -> int:
     return min(L, max(TILE, SCORES // (B * G * R * N)))
 
 
-def nearest_means(q: Array, k: Array, order: Order, size: int, n: int) -> Array:
+def nearest_means(q: Array, k: Array, order: Order, size: int, n: int, implementation: str | None = None) -> Array:
     """MoBA's choice: the n earlier blocks whose mean key gives the highest product with the query, and its own.
 
     Gives their first tokens, `[B, L, G R, n + 1]`: every head chooses by itself, and nothing is learned by it.
+    implementation: as of `attend`.
     """
     q, k = lax.stop_gradient((q, k))
     start, document = whole_blocks(order, size, size)
     means = block_means(k, start, size)
-    own = order.index - order.of_queries(order.position) % size  # where the query's own block begins
+    place, mine = order.of_queries(order.position), order.of_queries(order.document)
+    own = order.index - place % size  # where the query's own block begins
+    if choice_fused(q, n, implementation):
+        from model.ops import fused_choice as by  # here, as below
+
+        queries = by.Queries(order.index, order.index - place, own, mine)
+        found = by.nearest(q, means, queries, by.Blocks(start, document), n)
+        return with_own(own, jnp.moveaxis(found, 2, 1))
 
     def choose(q, own, mine):
         scores = jnp.einsum("blgrk,bngk->bgrln", q.astype(means.dtype), means)
@@ -161,7 +169,13 @@ def nearest_means(q: Array, k: Array, order: Order, size: int, n: int) -> Array:
         allowed = (document[:, None] == mine[..., None]) & (start[:, None] < own[..., None])
         return with_own(own, highest(scores, allowed[:, None], start, n))
 
-    return in_tiles(choose, choosing(q, start.shape[1]), q, own, order.of_queries(order.document))
+    return in_tiles(choose, choosing(q, start.shape[1]), q, own, mine)
+
+
+def choice_fused(q: Array, n: int, implementation: str | None) -> bool:
+    """Whether kernels find the n blocks that each of many queries chooses."""
+    many = q.shape[1] > TILE and 0 < n <= ROUNDS
+    return implementation in (None, "fused") and many and q.shape[-1] in SIDES and not needs_unmet(q)
 
 
 def with_own(own: Array, found: Array) -> Array:

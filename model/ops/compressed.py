@@ -6,7 +6,6 @@ A compressed key stands for `length` tokens of a document, at every `stride`-th 
 """
 
 import dataclasses
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -16,9 +15,8 @@ from jax import lax
 
 from model.contract import wide
 from model.ops.attention import attention
-from model.ops.chosen import TILE, Order, choosing, highest, in_tiles, tiles, untiled, whole_blocks, with_own
+from model.ops.chosen import Order, choice_fused, choosing, highest, tiles, untiled, whole_blocks, with_own
 from model.ops.dense_attention import softmax
-from model.ops.fused import needs_unmet
 from model.ops.scores import Bias
 
 Array = jax.Array
@@ -104,9 +102,6 @@ def attend_and_choose(
     first = jax.vmap(partial(jnp.searchsorted, side="left"))(c.start, start)
     place, mine = order.of_queries(order.position), order.of_queries(order.document)
 
-    def seen_by(index: Array, mine: Array) -> Array:
-        return (c.document[:, None] == mine[..., None]) & (c.start[:, None] + sizes.length - 1 <= index[..., None])
-
     def choose(shares: Array, index: Array, place: Array, mine: Array) -> Array:
         """By the weights of a group's heads together, `[B, G, t, N]`."""
         scores = importance(lax.stop_gradient(shares), first, sizes)
@@ -116,12 +111,13 @@ def attend_and_choose(
         scores = jnp.where(always[:, None], jnp.inf, scores)
         return with_own(own[..., 0], highest(scores, allowed[:, None], start, sizes.top - 1))
 
-    if implementation in (None, "fused") and bias is None and q.shape[1] > TILE and not needs_unmet(q):
-        return by_kernels(q, c, order, sizes, seen_by, choose)
+    if bias is None and choice_fused(q, sizes.top - 1, implementation):
+        return by_kernels(q, c, order, sizes, start, document)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def tile(c, bias, q, index, place, mine, q_positions):
-        weights = weights_of(q, c, seen_by(index, mine), bias, q_positions)
+        seen = (c.document[:, None] == mine[..., None]) & (c.start[:, None] + sizes.length - 1 <= index[..., None])
+        weights = weights_of(q, c, seen, bias, q_positions)
         y = jnp.einsum("bgrtn,bngv->btgrv", weights.astype(c.v.dtype), c.v, preferred_element_type=weights.dtype)
         return y.astype(c.v.dtype), choose(jnp.sum(weights, axis=2), index, place, mine)
 
@@ -132,27 +128,29 @@ def attend_and_choose(
     return untiled(y, L), untiled(chosen, L)
 
 
-def by_kernels(q: Array, c: Compressed, order: Order, sizes: Sizes, seen_by: Callable, choose: Callable):
-    """The same where attention has a kernel: all weights are made for the choice alone, which has no gradient.
+def by_kernels(q: Array, c: Compressed, order: Order, sizes: Sizes, start: Array, document: Array):
+    """The same where there are kernels; start, document: of the blocks to choose from.
 
     Compressed keys stand where their last tokens do, among tokens in order.
     """
+    from model.ops import fused_choice as by  # here: Pallas takes a second to load, and only GPUs need it
+
     B, L, G, R, K = q.shape
     place, mine = order.of_queries(order.position), order.of_queries(order.document)
     call = dict(q_positions=order.index, k_positions=c.start + sizes.length - 1)
     if order.there is not None:  # else there is one document, and keys that are none stand behind all queries
         call |= dict(q_segments=mine, k_segments=c.document)
     y, lse = attention(q.reshape(B, L, G * R, K), c.k, c.v, with_lse=True, **call)
-    k = lax.stop_gradient(c.k)
-
-    def tile(q, lse, index, place, mine):
-        scores = jnp.einsum("btgrk,bngk->bgrtn", q, k, preferred_element_type=wide(q.dtype)) * K**-0.5
-        weights = jnp.exp(scores - jnp.moveaxis(lse, 1, 3)[..., None])
-        shares = jnp.sum(jnp.where(seen_by(index, mine)[:, None, None], weights, 0), axis=2)
-        return choose(shares, index, place, mine)
-
-    parts = *lax.stop_gradient((q, lse.reshape(B, L, G, R))), order.index, place, mine
-    return y.reshape(*q.shape[:4], -1), in_tiles(tile, choosing(q, c.k.shape[1]), *parts)
+    own = order.index - place % sizes.block
+    found = by.weightiest(
+        *lax.stop_gradient((q, lse.reshape(B, L, G, R), c.k)),
+        by.Blocks(c.start, c.document),
+        by.Queries(order.index, order.index - place, own, mine),
+        by.Blocks(start, document),
+        sizes.top - 1,
+        by.Compressed(sizes.length, sizes.stride, sizes.block),
+    )
+    return y.reshape(*q.shape[:4], -1), with_own(own, jnp.moveaxis(found, 2, 1))
 
 
 def spread(weights: Array, c: Compressed, order: Order, sizes: Sizes) -> Array:

@@ -315,7 +315,7 @@ def keys(call: Call, given: dict[str, Any], pairs: Sorted, interpret: bool) -> l
     last = jnp.pad(pairs.first[call.S - 1 : call.C * call.S - 1 : call.S], (1, 0), constant_values=-1)
     goes_on = (start == last) & (start < call.end)
     again = jnp.pad(goes_on[:-1] & (start[:-1] == start[1:]), (1, 0))  # in the chunk before too
-    number = jnp.searchsorted(start, start, side="right").astype(jnp.int32) - jnp.arange(call.C, dtype=jnp.int32)
+    number = jnp.sum(start[None] <= start[:, None], axis=1, dtype=jnp.int32) - jnp.arange(call.C, dtype=jnp.int32)
     slots = jnp.where(goes_on & ~again, number, 0)
 
     def apart(x: Array) -> tuple[jax.ShapeDtypeStruct, pl.BlockSpec]:

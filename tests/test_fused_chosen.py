@@ -12,8 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model.errors import UserError
 from model.mixers import MIXERS
+from model.ops import choice, compressed, fused_choice, fused_chosen
 from model.ops import chosen as op
-from model.ops import compressed, fused_choice, fused_chosen
 from model.ops.scores import Bias
 from model.positions import POSITIONS
 from model.positions.score_bias import ALiBiBias
@@ -51,7 +51,7 @@ def inputs(case: Case) -> dict[str, np.ndarray]:
     return {name: rng.normal(size=(case.B, *shape)) for name, shape in shapes.items()}
 
 
-def chosen_by(case: Case, order: op.Order) -> jax.Array:
+def chosen_by(case: Case, order: choice.Order) -> jax.Array:
     """A query's own block, its document's first, and earlier ones at random, some of them none, `[B, L, G, n + 2]`."""
     rng = np.random.default_rng(2)
     place, index = np.asarray(order.of_queries(order.position)), np.asarray(order.index)
@@ -66,7 +66,7 @@ def chosen_by(case: Case, order: op.Order) -> jax.Array:
 def values_and_gradients(case: Case, run: str, dtype: str) -> dict[str, np.ndarray]:
     """Outputs, and gradients of a weighted sum of them; where queries are padding these are of no weight."""
     segments = documents(case)
-    order = op.order_of((case.B, case.M), segments, case.M - case.L, case.L)
+    order = choice.order_of((case.B, case.M), segments, case.M - case.L, case.L)
     real = np.ones((case.B, case.L), bool) if segments is None else segments[:, -case.L :] > 0
     chosen, call = chosen_by(case, order), dict(q_positions=order.index, k_positions=jnp.arange(case.M)[None])
     weight = (
@@ -131,8 +131,9 @@ MIXED = {
 
 def interpreted(monkeypatch) -> None:
     """Kernels serve here too, and few queries."""
-    monkeypatch.setattr(op, "needs_unmet", lambda tokens: [])
-    monkeypatch.setattr(op, "TILE", 4)
+    for module in (choice, op):
+        monkeypatch.setattr(module, "needs_unmet", lambda tokens: [])
+        monkeypatch.setattr(module, "TILE", 4)
     for module, name in ((fused_chosen, "attend"), (fused_choice, "nearest"), (fused_choice, "weightiest")):
         monkeypatch.setattr(module, name, partial(getattr(module, name), interpret=True))
 
@@ -225,7 +226,7 @@ def attended(implementation: str | None, size: int = 16, K: int = K, bias=None, 
     chosen = jax.ShapeDtypeStruct((1, L, 1, 2), jnp.int32)
 
     def run(q, k, v, chosen):
-        order = op.order_of((1, L), None)
+        order = choice.order_of((1, L), None)
         places = dict(q_positions=order.index, k_positions=order.index)
         return op.attend(q, k, v, chosen, order, size, bias=bias, implementation=implementation, **places)
 
@@ -266,31 +267,31 @@ def test_rounds_find_the_highest():
     scores = rng.integers(0, 4, (3, 7, 11)).astype(np.float32)
     scores[rng.random(scores.shape) < 0.1] = np.inf
     scores[rng.random(scores.shape) < 0.5] = -np.inf
-    (best, at), (want, want_at) = op.in_rounds(jnp.asarray(scores), 6), lax.top_k(scores, 6)
+    (best, at), (want, want_at) = choice.in_rounds(jnp.asarray(scores), 6), lax.top_k(scores, 6)
     np.testing.assert_array_equal(best, want)
     np.testing.assert_array_equal(np.where(np.isneginf(want), -1, at), np.where(np.isneginf(want), -1, want_at))
 
 
 def test_a_gpu_lets_as_many_choose_as_there_is_room_for():
     q = jax.ShapeDtypeStruct((1, 65_536, 4, 1, 64), jnp.float32)
-    assert op.choosing(q, 1024) == op.TILE
+    assert choice.choosing(q, 1024) == choice.TILE
     with made_for("NVIDIA H200"):
-        assert op.choosing(q, 1024) == 2**14
-        assert op.choosing(q, 2**30) == op.TILE
+        assert choice.choosing(q, 1024) == 2**14
+        assert choice.choosing(q, 2**30) == choice.TILE
 
 
 def choices_of(name: str, packed: bool, implementation: str, R: int = 2) -> np.ndarray:
     """What 300 queries of two groups choose, sorted by token."""
     rng, n, G = np.random.default_rng(6), 300, 2
     segments = np.sort(rng.integers(1, 4, (2, n)), axis=1) * (rng.random((2, n)) > 0.1) if packed else None
-    order = op.order_of((2, n), segments)
+    order = choice.order_of((2, n), segments)
     q, k = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((2, n, G, R, K), (2, n, G, K)))
 
     def run(q, k):
         if name == "moba":
-            return op.nearest_means(q, k, order, 3, 5, implementation)
+            return choice.nearest_means(q, k, order, 3, 5, implementation)
         sizes = compressed.Sizes(4, 2, 4, 6)
-        start, document = op.whole_blocks(order, sizes.length, sizes.stride)
+        start, document = choice.whole_blocks(order, sizes.length, sizes.stride)
         keys = k[:, : start.shape[1]]
         short = compressed.Compressed(keys, keys, start, document, start)
         return compressed.attend_and_choose(q, short, order, sizes, None, order.index, implementation)[1]

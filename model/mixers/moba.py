@@ -11,7 +11,8 @@ from model.contract import Context, Mixer, State
 from model.documents import looking_back
 from model.errors import UserError
 from model.mixers.attention import Biases, begin, check_heads, out_of_heads, queries_keys_values, remember
-from model.ops.chosen import attend, nearest_means, order_of, weights_of_all
+from model.ops.choice import nearest_means, order_of
+from model.ops.chosen import attend, weights_of_all
 from model.positions.position import Position
 from model.settings import Dim, Length, Whole
 

@@ -13,7 +13,8 @@ from model.errors import UserError
 from model.layers import check_divides, dense
 from model.mixers.attention import INTO_HEADS, Biases, begin, check_heads, into_heads, out_of_heads, remember, whole_row
 from model.ops.attention import attention, attention_weights
-from model.ops.chosen import Order, attend, order_of, weights_of_all, whole_blocks
+from model.ops.choice import Order, order_of, whole_blocks
+from model.ops.chosen import attend, weights_of_all
 from model.ops.compressed import Compressed, Sizes, attend_and_choose, spread, visible, weights_of, windows
 from model.ops.mask import CAUSAL, window
 from model.positions.position import Position

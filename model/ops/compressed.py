@@ -2,7 +2,7 @@
 (https://arxiv.org/abs/2502.11089).
 
 A compressed key stands for `length` tokens of a document, at every `stride`-th of them; blocks to choose from are of
-`block` tokens. Shapes and the order of tokens are those of `model/ops/chosen.py`.
+`block` tokens. Shapes and the order of tokens are those of `model/ops/choice.py`.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jax import lax
 
 from model.contract import wide
 from model.ops.attention import attention
-from model.ops.chosen import Order, choice_fused, choosing, highest, tiles, untiled, whole_blocks, with_own
+from model.ops.choice import Order, choice_fused, choosing, highest, tiles, untiled, whole_blocks, with_own
 from model.ops.dense_attention import softmax
 from model.ops.scores import Bias
 

@@ -183,6 +183,7 @@ def nearest(q: Array, means: Array, queries: Queries, blocks: Blocks, n: int, in
 
     q: [B, L, G, R, K]; means: [B, N, G, K], wide. Gives first tokens, `[B, L, G R, n]`, -1 where there are fewer.
     """
+    n = min(n, means.shape[1])
 
     def on_device(q, means, queries, blocks):
         B, L, G, R, K = q.shape
@@ -215,6 +216,7 @@ def weightiest(
     q: [B, L, G, R, K]; lse: [B, L, G, R], of scores of compressed keys k [B, N, G, K], which lie as `keys` says.
     Gives first tokens, `[B, L, G, n]`, -1 where there are fewer.
     """
+    n = min(n, blocks.start.shape[1])
 
     def on_device(q, lse, k, keys, queries, blocks):
         B, L, G, R, K = q.shape

@@ -19,6 +19,7 @@ from model.positions import POSITIONS
 from model.positions.score_bias import ALiBiBias
 from tests import meshes, zoo
 from tests.host_mesh import mesh_of, on_mesh
+from tests.jaxprs import inner
 from tests.test_fused_ssd import made_for
 
 K = 16
@@ -325,3 +326,31 @@ def test_equal_scores_are_kept_in_their_order():
     values, at = lax.top_k(scores, n)
     want = np.where(np.isneginf(values), -1, at)
     np.testing.assert_array_equal(np.sort(np.maximum(best[1], -1)[:, :n], axis=1), np.sort(want, axis=1))
+
+
+def test_nothing_is_as_large_as_what_all_queries_chose():
+    """With gradient no array has more numbers than a few vectors a pair, however long blocks are."""
+    L, n = 4096, 4
+    with made_for("NVIDIA H200"):
+        for size in (64, 512):
+            program = jax.make_jaxpr(jax.grad(partial(chosen_sum, size), argnums=(0, 1)))(
+                *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((1, L, 1, 1, 64), (1, L, 1, 64))),
+                jax.ShapeDtypeStruct((1, L, 1, n), jnp.int32),
+            )
+            assert largest(program.jaxpr) <= 1.1 * L * n * 64
+
+
+def chosen_sum(size, q, k, chosen):
+    order = choice.order_of(k.shape[:2], None)
+    places = dict(q_positions=order.index, k_positions=order.index)
+    return jnp.sum(op.attend(q, k, k, chosen, order, size, bias=None, implementation="fused", **places))
+
+
+def largest(jaxpr) -> int:
+    """Numbers of the largest array that a program makes, in whatever it calls too, but for a kernel's own."""
+    sizes = [0]
+    for equation in jaxpr.eqns:
+        sizes += [var.aval.size for var in equation.outvars if hasattr(var.aval, "size")]
+        if equation.primitive.name != "pallas_call":
+            sizes += [largest(inner) for inner in inner(equation)]
+    return max(sizes)

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 from model.contract import Context
 from model.errors import UserError
 from model.mixers import MIXERS
-from model.ops.chosen import attend, order_of
+from model.ops.choice import order_of
+from model.ops.chosen import attend
 from model.ops.lsh import rotations
 from tests import zoo
 from tests.host_mesh import mesh_of, on_mesh

@@ -11,7 +11,8 @@ from model.contract import Context, Mixer, State
 from model.documents import looking_back
 from model.errors import UserError
 from model.mixers.attention import Biases, begin, check_heads, out_of_heads, queries_keys_values, remember
-from model.ops.chosen import attend, nearest_means, order_of, weights_of_all
+from model.ops.choice import nearest_means, order_of
+from model.ops.chosen import attend, weights_of_all
 from model.positions.position import Position
 from model.settings import Dim, Length, Whole
 
@@ -33,7 +34,8 @@ class MoBA(Mixer):
     bias: Biases = "none"  # projections that have one
     block: Length = 64  # tokens of a block
     top: Whole = 3  # earlier blocks that a query chooses, besides its own
-    implementation: Literal["gathered", "reference"] | None = None  # gathered blocks, or all scores; None: gathered
+    # Gathered blocks, kernels for NVIDIA GPUs, or all scores; None: kernels where they can serve, else gathered.
+    implementation: Literal["gathered", "fused", "reference"] | None = None
 
     softmax: ClassVar[bool] = True
     forward_only: ClassVar[bool] = True
@@ -66,7 +68,8 @@ class MoBA(Mixer):
             k, v, k_at, segments = seen["k"], seen["v"], places["k_positions"], seen["segments"]
 
         order = order_of(k.shape[:2], segments, first, x.shape[1])
-        chosen = nearest_means(q.reshape(*q.shape[:2], G, -1, K), order.moved(k), order, self.block, self.top)
+        grouped, choice = q.reshape(*q.shape[:2], G, -1, K), (order, self.block, self.top, self.implementation)
+        chosen = nearest_means(grouped, order.moved(k), *choice)
         # Every head has chosen by itself, so that each reads its keys alone.
         q, k, v = q[:, :, :, None], jnp.repeat(k, H // G, axis=2), jnp.repeat(v, H // G, axis=2)
         bias = ctx.bias if position.shares else position.bias(H, causal=True)
@@ -78,7 +81,7 @@ class MoBA(Mixer):
         if self.implementation == "reference":
             y = jnp.einsum("bhrlm,bmhv->blhrv", weights.astype(v.dtype), v)
         else:
-            y = attend(q, k, v, chosen, order, self.block, **call)
+            y = attend(q, k, v, chosen, order, self.block, **call, implementation=self.implementation)
         return out_of_heads(self, y[:, :, :, 0]), state
 
     @property

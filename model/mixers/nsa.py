@@ -13,7 +13,8 @@ from model.errors import UserError
 from model.layers import check_divides, dense
 from model.mixers.attention import INTO_HEADS, Biases, begin, check_heads, into_heads, out_of_heads, remember, whole_row
 from model.ops.attention import attention, attention_weights
-from model.ops.chosen import Order, attend, order_of, weights_of_all, whole_blocks
+from model.ops.choice import Order, order_of, whole_blocks
+from model.ops.chosen import attend, weights_of_all
 from model.ops.compressed import Compressed, Sizes, attend_and_choose, spread, visible, weights_of, windows
 from model.ops.mask import CAUSAL, window
 from model.positions.position import Position
@@ -44,7 +45,8 @@ class NSA(Mixer):
     block: Length = 64  # tokens of a block to choose
     top: Annotated[int, within(3, LONGEST)] = 8  # blocks a query sees: the first, its own, that before, and chosen ones
     sliding: Length = 128  # the near branch sees those less than this far back
-    implementation: Literal["gathered", "reference"] | None = None  # gathered blocks, or all scores; None: gathered
+    # Gathered blocks, kernels for NVIDIA GPUs, or all scores; None: kernels where they can serve, else gathered.
+    implementation: Literal["gathered", "fused", "reference"] | None = None
 
     softmax: ClassVar[bool] = True
     forward_only: ClassVar[bool] = True
@@ -97,13 +99,13 @@ class NSA(Mixer):
         order = order_of(seen["k_near"].shape[:2], segments, first, x.shape[1])
         grouped, where = q.reshape(*q.shape[:2], G, -1, K), dict(bias=bias, q_positions=at, k_positions=k_at)
         short = self.compress(seen["k_compressed"], seen["v_compressed"], k_at, order, position, span)
-        compressed, chosen = attend_and_choose(grouped, short, order, self.sizes, bias, at)
+        compressed, chosen = attend_and_choose(grouped, short, order, self.sizes, bias, at, self.implementation)
         call = (grouped, seen["k_chosen"], chosen, order, self.block)
         if self.implementation == "reference":
             weights = weights_of_all(*call, **where).astype(self.dtype)
             picked = jnp.einsum("bgrlm,bmgv->blgrv", weights, seen["v_chosen"])
         else:
-            picked = attend(*call[:2], seen["v_chosen"], *call[2:], **where)
+            picked = attend(*call[:2], seen["v_chosen"], *call[2:], **where, implementation=self.implementation)
         plain = "reference" if self.implementation == "reference" else None
         last = attention(q, seen["k_near"], seen["v_near"], **near, implementation=plain)
         gate = nn.sigmoid(dense((H, 3), INTO_HEADS, self.dtype, "gate", bias=True)(x))

@@ -7,6 +7,7 @@ nothing behind themselves.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,132 +19,16 @@ from jax import lax
 
 from model import placement
 from model.contract import wide
-from model.documents import document_positions, open_reading
-from model.ops.conv import moved, places
+from model.errors import choose
+from model.ops.choice import TILE, Order, tiles, untiled
 from model.ops.dense_attention import softmax
+from model.ops.fused import SIDES, needs_unmet, refuse, say
 from model.ops.scores import Bias
 from model.ops.stretches import gathers
 
 Array = jax.Array
-TILE = 128  # queries that choose at a time
 # Numbers that a tile gathers on a device; with gradient it holds four times as many.
 GATHERED, GATHERED_ON_CPU = 2**26, 2**21
-
-
-@struct.dataclass
-class Order:
-    """Tokens as they follow each other once padding is left out, and where the queries are among them."""
-
-    document: Array  # [B, M] which document of the row, from 1; 0 beyond the last token
-    position: Array  # [B, M] in its document
-    index: Array  # [B, L] which token each query is; of padding, that before it
-    there: Array | None  # [B, M] where the j-th token stands in the row, -1 beyond the last; None: in the j-th place
-    back: Array | None  # [B, M] which token stands there, -1: padding
-
-    def moved(self, x: Array) -> Array:
-        """`[B, M, ...]` with tokens in this order."""
-        if self.there is None:
-            return x
-        return moved(x.reshape(*x.shape[:2], -1), self.there, self.back).reshape(x.shape)
-
-    def of_queries(self, x: Array) -> Array:
-        """`[B, M]` at the queries, `[B, L]`."""
-        return jnp.take_along_axis(x, self.index, axis=1)
-
-
-def order_of(shape: tuple[int, int], segments: Array | None, first: Array | int = 0, L: int | None = None) -> Order:
-    """Of rows [B, M], whose L tokens from the first on are the queries. No segments: one document, no padding."""
-    (B, M), L = shape, shape[1] if L is None else L
-    t = jnp.broadcast_to(jnp.arange(M, dtype=jnp.int32), (B, M))
-    if segments is None:
-        return Order(jnp.ones_like(t), t, lax.dynamic_slice_in_dim(t, first, L, axis=1), None, None)
-    real = segments > 0
-    there, back = places(real)
-    position, _ = document_positions(segments, open_reading(B))
-    document = jnp.cumsum(real & (position == 0), axis=1, dtype=jnp.int32)
-
-    def in_order(x):
-        return jnp.where(there >= 0, jnp.take_along_axis(x, jnp.maximum(there, 0), axis=1), 0)
-
-    last = jnp.maximum(jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1, 0)
-    index = lax.dynamic_slice_in_dim(last, first, L, axis=1)
-    return Order(in_order(document), in_order(position), index, there, back)
-
-
-def whole_blocks(order: Order, size: int, stride: int) -> tuple[Array, Array]:
-    """The first token and the document of each block, both `[B, N]`; where there is none, document 0.
-
-    A document has one at every `stride`-th of its tokens that has `size` tokens from there on; they are numbered along
-    the row, and never more than M / stride.
-    """
-    B, M = order.document.shape
-    N = max(M // stride, 1)
-    last = jnp.pad(order.document, [(0, 0), (0, size)])[:, size - 1 : size - 1 + M]  # the document of its last token
-    opens = (order.document > 0) & (order.position % stride == 0) & (last == order.document)
-    t, row = jnp.broadcast_to(jnp.arange(M, dtype=jnp.int32), (B, M)), jnp.arange(B)[:, None]
-    number = jnp.where(opens, jnp.cumsum(opens, axis=1, dtype=jnp.int32) - 1, N)
-    start = jnp.full((B, N), M, jnp.int32).at[row, number].set(t, mode="drop")
-    return start, jnp.where(start < M, jnp.take_along_axis(order.document, jnp.minimum(start, M - 1), axis=1), 0)
-
-
-def block_means(k: Array, start: Array, size: int) -> Array:
-    """The mean key of each block, `[B, N, G, K]`, in float32 at least."""
-
-    def add(total, i):
-        at = jnp.minimum(start + i, k.shape[1] - 1)
-        return total + jnp.take_along_axis(k, at[..., None, None], axis=1), None
-
-    zeros = jnp.zeros((*start.shape, *k.shape[2:]), wide(k.dtype))
-    return lax.scan(add, zeros, jnp.arange(size, dtype=jnp.int32))[0] / size
-
-
-def highest(scores: Array, allowed: Array, start: Array, n: int) -> Array:
-    """The first tokens of the n allowed blocks with the highest scores, `[B, L, G, n]`, -1 where there are fewer.
-
-    scores, allowed: [B, L, G, N]; start: [B, N]. Of equal scores the earlier block's counts more.
-    """
-    n = min(n, scores.shape[-1])
-    best, number = lax.top_k(jnp.where(allowed, scores, -jnp.inf), n)
-    found = jnp.take_along_axis(start, number.reshape(start.shape[0], -1), axis=1).reshape(number.shape)
-    return jnp.where(best > -jnp.inf, found, -1)
-
-
-def nearest_means(q: Array, k: Array, order: Order, size: int, n: int) -> Array:
-    """MoBA's choice: the n earlier blocks whose mean key gives the highest product with the query, and its own.
-
-    Gives their first tokens, `[B, L, G R, n + 1]`: every head chooses by itself, and nothing is learned by it.
-    """
-    q, k = lax.stop_gradient((q, k))
-    start, document = whole_blocks(order, size, size)
-    means = block_means(k, start, size)
-    own = order.index - order.of_queries(order.position) % size  # where the query's own block begins
-
-    def choose(q, own, mine):
-        scores = jnp.einsum("blgrk,bngk->blgrn", q.astype(means.dtype), means)
-        scores = scores.reshape(*scores.shape[:2], -1, scores.shape[-1])
-        allowed = (document[:, None] == mine[..., None]) & (start[:, None] < own[..., None])
-        found = highest(scores, allowed[:, :, None], start, n)
-        return jnp.concatenate([jnp.broadcast_to(own[..., None, None], (*found.shape[:3], 1)), found], axis=-1)
-
-    return in_tiles(choose, TILE, q, own, order.of_queries(order.document))
-
-
-def in_tiles(run: Callable[..., Array], size: int, *arrays: Array) -> Array:
-    """`run` on tiles along the length of arrays `[B, L, ...]`, one after another."""
-    L = arrays[0].shape[1]
-    size = min(size, L)
-    _, y = lax.scan(lambda _, tile: (None, run(*tile)), None, tuple(tiles(x, size) for x in arrays))
-    return untiled(y, L)
-
-
-def tiles(x: Array, size: int) -> Array:
-    """`[B, L, ...]` to `[n, B, size, ...]`, zeros behind."""
-    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % size)] + [(0, 0)] * (x.ndim - 2))
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
-
-
-def untiled(x: Array, L: int) -> Array:
-    return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :L]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,11 +69,13 @@ def attend(
     bias: Bias | None,
     q_positions: Array,
     k_positions: Array,
+    implementation: str | None = None,
 ) -> Array:
     """Attention of each query to the tokens up to itself of the blocks it chose, `[B, L, G, R, V]`.
 
     k, v: in the row's order, as are `k_positions`, [B or 1, M], by which `bias` is. On a mesh a device has its own
-    rows and groups of heads, and of those the whole length.
+    rows and groups of heads, and of those the whole length. implementation: `gathered`, plain XLA, or `fused`, kernels
+    for NVIDIA GPUs; None takes those where they can serve.
     """
     form, learned, where = prepare(q, k, v, chosen, order, size, bias, q_positions, k_positions)
     heads = shared_heads("attention to chosen blocks", q.shape[2], k.shape[1])
@@ -202,7 +89,45 @@ def attend(
     )
     others = (lying(x, "batch") for x in (where.index, where.q_positions, where.k_positions))
     of_where = Places(lying(where.chosen, "batch", None, heads), *others)
-    return placement.on_each_device(partial(_attend, form), (of_learned, of_where), of_learned.q)(learned, where)
+    run = partial(on_device, form, implementation)
+    return placement.on_each_device(run, (of_learned, of_where), of_learned.q)(learned, where)
+
+
+def on_device(form: Form, implementation: str | None, o: Learned, where: Places) -> Array:
+    run = choose("implementation of attention to chosen blocks", implementation or best(form, o), IMPLEMENTATIONS)
+    return run(form, o, where)
+
+
+def fused(form: Form, o: Learned, where: Places) -> Array:
+    """The same in kernels for NVIDIA GPUs."""
+    refuse("attention to chosen blocks", needs_unmet(o.q) + misfits(form, o), "gathered")
+    from model.ops import fused_chosen  # here: Pallas takes a second to load, and only GPUs need it
+
+    return fused_chosen.attend(form, o, where)
+
+
+def best(form: Form, o: Learned) -> str:
+    """The implementation for a call that names none."""
+    if o.q.shape[1] <= TILE or needs_unmet(o.q):  # few queries are gathered for at once, which is no slower
+        return "gathered"
+    if lacking := misfits(form, o):
+        reasons = "; ".join(lacking)
+        say(f"attention to chosen blocks: no kernel for {reasons}, so plain XLA takes its place, which is slower")
+    return "gathered" if lacking else "fused"
+
+
+def misfits(form: Form, o: Learned) -> list[str]:
+    """What of a call the kernels are not made for; empty if they can serve it."""
+    reasons = []
+    if form.bias is not None:
+        reasons.append("a position that adds to scores (it takes none that does)")
+    if form.size < SIDES[0] or form.size.bit_count() > 1:
+        fits = max(SIDES[0], 2 ** round(math.log2(form.size)))
+        reasons.append(f"blocks of {form.size} tokens (it takes powers of two from {SIDES[0]} on; closest: {fits})")
+    if o.k.shape[-1] not in SIDES or o.v.shape[-1] not in SIDES:
+        allowed = ", ".join(map(str, SIDES))
+        reasons.append(f"heads of {o.k.shape[-1]} channels (it takes {allowed}; set by head_dim or n_heads)")
+    return reasons
 
 
 def shared_heads(what: str, G: int, M: int) -> placement.Name:
@@ -385,3 +310,5 @@ def backward(form: Form, kept, d_y: Array):
 
 
 _attend.defvjp(forward, backward)
+
+IMPLEMENTATIONS = {"gathered": _attend, "fused": fused}

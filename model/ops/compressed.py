@@ -2,7 +2,7 @@
 (https://arxiv.org/abs/2502.11089).
 
 A compressed key stands for `length` tokens of a document, at every `stride`-th of them; blocks to choose from are of
-`block` tokens. Shapes and the order of tokens are those of `model/ops/chosen.py`.
+`block` tokens. Shapes and the order of tokens are those of `model/ops/choice.py`.
 """
 
 import dataclasses
@@ -14,11 +14,13 @@ from flax import struct
 from jax import lax
 
 from model.contract import wide
-from model.ops.chosen import TILE, Order, highest, tiles, untiled, whole_blocks
+from model.ops.attention import attention
+from model.ops.choice import Order, choice_fused, choosing, highest, tiles, untiled, whole_blocks, with_own
 from model.ops.dense_attention import softmax
 from model.ops.scores import Bias
 
 Array = jax.Array
+KINDS = 4  # of scores that a tile holds at once, with gradient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,37 +84,73 @@ def visible(c: Compressed, order: Order, sizes: Sizes) -> Array:
 
 
 def attend_and_choose(
-    q: Array, c: Compressed, order: Order, sizes: Sizes, bias: Bias | None, q_positions: Array
+    q: Array,
+    c: Compressed,
+    order: Order,
+    sizes: Sizes,
+    bias: Bias | None,
+    q_positions: Array,
+    implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """Attention to compressed keys, `[B, L, G, R, V]`, and the blocks that a group of heads chose by it.
 
     Those are the query's own, that before it and the first of the document, and others up to `top` by importance: the
-    first token of each, `[B, L, G, top]`, -1 where there are fewer. Nothing is learned by the choice.
+    first token of each, `[B, L, G, top]`, -1 where there are fewer. Nothing is learned by the choice. implementation:
+    as of `model.ops.chosen.attend`.
     """
-    L, size = q.shape[1], min(TILE, q.shape[1])
     start, document = whole_blocks(order, sizes.block, sizes.block)
     first = jax.vmap(partial(jnp.searchsorted, side="left"))(c.start, start)
-    place = order.of_queries(order.position)
+    place, mine = order.of_queries(order.position), order.of_queries(order.document)
+
+    def choose(shares: Array, index: Array, place: Array, mine: Array) -> Array:
+        """By the weights of a group's heads together, `[B, G, t, N]`."""
+        scores = importance(lax.stop_gradient(shares), first, sizes)
+        own = (index - place % sizes.block)[..., None]
+        always = (start[:, None] == (index - place)[..., None]) | (start[:, None] == own - sizes.block)
+        allowed = (document[:, None] == mine[..., None]) & (start[:, None] < own)
+        scores = jnp.where(always[:, None], jnp.inf, scores)
+        return with_own(own[..., 0], highest(scores, allowed[:, None], start, sizes.top - 1))
+
+    if bias is None and choice_fused(q, sizes.top - 1, implementation):
+        return by_kernels(q, c, order, sizes, start, document)
 
     @partial(jax.checkpoint, prevent_cse=False)
     def tile(c, bias, q, index, place, mine, q_positions):
         seen = (c.document[:, None] == mine[..., None]) & (c.start[:, None] + sizes.length - 1 <= index[..., None])
         weights = weights_of(q, c, seen, bias, q_positions)
         y = jnp.einsum("bgrtn,bngv->btgrv", weights.astype(c.v.dtype), c.v, preferred_element_type=weights.dtype)
-        shares = jnp.moveaxis(lax.stop_gradient(jnp.sum(weights, axis=2)), 2, 1)  # [B, t, G, N]
-        scores = importance(shares, first, sizes)
-        own = (index - place % sizes.block)[..., None]
-        always = (start[:, None] == (index - place)[..., None]) | (start[:, None] == own - sizes.block)
-        allowed = (document[:, None] == mine[..., None]) & (start[:, None] < own)
-        scores = jnp.where(always[:, :, None], jnp.inf, scores)
-        found = highest(scores, allowed[:, :, None], start, sizes.top - 1)
-        own = jnp.broadcast_to(own[:, :, None], (*found.shape[:3], 1))
-        return y.astype(c.v.dtype), jnp.concatenate([own, found], axis=-1)
+        return y.astype(c.v.dtype), choose(jnp.sum(weights, axis=2), index, place, mine)
 
-    parts = q, order.index, place, order.of_queries(order.document), jnp.broadcast_to(q_positions, order.index.shape)
+    parts = q, order.index, place, mine, jnp.broadcast_to(q_positions, order.index.shape)
+    L, size = q.shape[1], choosing(q, KINDS * c.k.shape[1])
     parts = tuple(tiles(x, size) for x in parts)
     _, (y, chosen) = lax.scan(lambda _, part: (None, tile(c, bias, *part)), None, parts)
     return untiled(y, L), untiled(chosen, L)
+
+
+def by_kernels(q: Array, c: Compressed, order: Order, sizes: Sizes, start: Array, document: Array):
+    """The same where there are kernels; start, document: of the blocks to choose from.
+
+    Compressed keys stand where their last tokens do, among tokens in order.
+    """
+    from model.ops import fused_choice as by  # here: Pallas takes a second to load, and only GPUs need it
+
+    B, L, G, R, K = q.shape
+    place, mine = order.of_queries(order.position), order.of_queries(order.document)
+    call = dict(q_positions=order.index, k_positions=c.start + sizes.length - 1)
+    if order.there is not None:  # else there is one document, and keys that are none stand behind all queries
+        call |= dict(q_segments=mine, k_segments=c.document)
+    y, lse = attention(q.reshape(B, L, G * R, K), c.k, c.v, with_lse=True, **call)
+    own = order.index - place % sizes.block
+    found = by.weightiest(
+        *lax.stop_gradient((q, lse.reshape(B, L, G, R), c.k)),
+        by.Blocks(c.start, c.document),
+        by.Queries(order.index, order.index - place, own, mine),
+        by.Blocks(start, document),
+        sizes.top - 1,
+        by.Compressed(sizes.length, sizes.stride, sizes.block),
+    )
+    return y.reshape(*q.shape[:4], -1), with_own(own, jnp.moveaxis(found, 2, 1))
 
 
 def spread(weights: Array, c: Compressed, order: Order, sizes: Sizes) -> Array:

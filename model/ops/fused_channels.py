@@ -129,7 +129,8 @@ def outputs(q, k, v, w, before, documents, strong, chunk: int, interpret: bool) 
     given = dict(q=(q, key), k=(k, key), v=(v, value), w=(w, key), before=(before, state_seen(K, V)))
     made = [(jax.ShapeDtypeStruct(v.shape, v.dtype), value)]
     kernels = outputs_at_once, outputs_by_halves
-    return in_two(kernels, "channels_outputs", given | cuts(documents, chunk), made, strong, interpret)[0]
+    given |= cuts(documents, chunk)
+    return in_two(kernels, "channels_outputs", given, made, strong, by_chunk(chunk), interpret)[0]
 
 
 def scores_got(see: Refs) -> tuple[Array, Array]:
@@ -235,7 +236,7 @@ def gradients(q, k, v, w, before, documents, strong, dy, after, chunk: int, inte
 
     def run(kernels, name, *made):
         made = [(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), block) for leaf, block in made]
-        return in_two(kernels, f"channels_{name}", given, made, strong, interpret)
+        return in_two(kernels, f"channels_{name}", given, made, strong, by_chunk(chunk), interpret)
 
     dq, dv = run((queries_at_once, queries_by_halves), "queries", (q, key), (v, value))
     given["dq"] = (dq, key)

@@ -152,9 +152,11 @@ def on_chunks(
     given = {name: (leaf, seen(leaf)) for name, leaf in given.items() if leaf is not None}
     given |= cuts(documents, chunk)
     made = [(shape, seen(shape)) for shape in made]
+    # Solving for pairs is of squares of Q, which more warps would share badly.
+    params = (chunk // 16, 1) if name == "pairs" else by_chunk(chunk)
     if strong is not None:
-        return in_two(kernels, f"dplr_{name}", given, made, strong, interpret)
-    return launch(kernels, f"dplr_{name}", (H, L // chunk, B), given, made, by_chunk(chunk), interpret)
+        return in_two(kernels, f"dplr_{name}", given, made, strong, params, interpret)
+    return launch(kernels, f"dplr_{name}", (H, L // chunk, B), given, made, params, interpret)
 
 
 def states_kernel(see: Refs, *out, chunk: int, reverse: bool):

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.triton import dot
 
-from model.ops.fused_state import Refs, by_chunk, launch, sides
+from model.ops.fused_state import Refs, launch, sides
 
 Array = jax.Array
 
@@ -106,17 +106,25 @@ def from_middle(w: Array, after: Array, dtype: Any) -> Array:
 
 
 def in_two(
-    kernels: tuple[Callable, Callable], name: str, given: dict, made: list, strong: Array, interpret: bool
+    kernels: tuple[Callable, Callable],
+    name: str,
+    given: dict,
+    made: list,
+    strong: Array,
+    params: tuple[int, int],
+    interpret: bool,
 ) -> list[Array]:
-    """Chunks that decay little by the first kernel, and then the others by the second, onto what the first has made."""
+    """Chunks that decay little by the first kernel, and then the others by the second, onto what the first has made.
+
+    params: warps and stages.
+    """
 
     def run(kernel: Callable, name: str, wanted: int, given: dict, onto: tuple[str, ...] = ()) -> list[Array]:
         def where(see: Refs, *out):
             pl.when(see["strong"][...] == wanted)(lambda: kernel(see, *out))
 
         B, H, M = strong.shape
-        chunk = given["w"][0].shape[1] // M
-        return launch(where, name, (H, M, B), given, made, by_chunk(chunk), interpret, onto)
+        return launch(where, name, (H, M, B), given, made, params, interpret, onto)
 
     at_once, by_halves = kernels
     given = given | dict(strong=(strong, ONE))

@@ -182,30 +182,38 @@ MARKDOWN: dict[str, Callable[[list[dict]], str]] = {
     "scaling": growth.table,
 }
 PICTURES: dict[str, Callable[[list[dict], Path], None]] = {"scaling": growth.picture}
-# The flags of those that take no config.
-FLAGS = {
-    **dict.fromkeys(COMPARED, "--only, --rounds and --out"),
-    "kernels": "--rounds and --out",
-    "features": "--out",
-    "pods": "--mixed and --out",
-    "scaling": "--minutes, --mixers, --longest, --mixed and --out",
+# What each reads of the flags.
+FLAGS: dict[str, tuple[str, ...]] = {
+    "loop": ("config", "override", "steps", "rounds", "out"),
+    "startup": ("config", "override", "out"),
+    **dict.fromkeys(COMPARED, ("only", "rounds", "out")),
+    "kernels": ("rounds", "out"),
+    "determinism": ("config", "override", "archs", "kills", "out"),
+    "features": ("out",),
+    "pods": ("mixed", "out"),
+    "scaling": ("minutes", "mixers", "longest", "mixed", "out"),
 }
+
+
+def refuse_unread(bench: str) -> None:
+    written = {name: f"--{name}" for names in FLAGS.values() for name in names} | {"override": "--config.KEY"}
+    for name in written.keys() - FLAGS[bench]:
+        if flags.FLAGS[name].present:
+            allowed = ", ".join(written[name] for name in FLAGS[bench])
+            raise UserError(f"bench {bench} does not read {written[name]}; allowed: {allowed}")
 
 
 def main(argv: list[str]) -> int:
     if len(argv) != 2:
         raise UserError(f"bench takes one measurement; choose from {', '.join(BENCHES)}")
     bench = choose("measurement", argv[1], BENCHES)
+    refuse_unread(argv[1])
     out = Path(OUT.value) if OUT.value else None
     if out:
         folders.make(out.parent)
         if out.is_dir():
             raise UserError(f"--out={out} is a folder; give a file, such as {out / 'rows.jsonl'}")
         folders.check_writable(out)
-    if argv[1] in FLAGS and (CONFIG.value or cli.overrides()):
-        raise UserError(f"bench {argv[1]} takes no config; allowed: {FLAGS[argv[1]]}")
-    if ONLY.value is not None and argv[1] not in COMPARED:
-        raise UserError(f"bench {argv[1]} is measured whole, without --only, which is for {', '.join(COMPARED)}")
     if argv[1] == "scaling":
         scaling.share_the_device()
     rows = rows_before(argv[1])

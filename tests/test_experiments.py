@@ -180,6 +180,7 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path):
         ("experiments.reproduce", "quickstrat"): "closest: quickstart",
         ("experiments.report", f"--dir={tmp_path / 'empty'}"): "no rows to report on",
         ("experiments.bench", "lop"): "closest: loop",
+        ("experiments.bench", "features", "--kills=2"): "features does not read --kills; allowed: --out",
         ("experiments.list", "mambo"): "unknown name 'mambo'; choose from",
     }
     for case in cases:

@@ -265,6 +265,7 @@ BENCH = [
     *(["attention", f"--only={text}"] for text in ("", "case", "case=", "kase=fire", "case=fir", "n=7", "contender=x")),
     *([name, "--only=case=attention"] for name in ("loop", "kernels", "scaling")),
     *(["state", f"--only=contender={kind}"] for kind in ("hed", "head")),  # the last: there is no GPU here
+    *(["attention", word] for word in ("--kills=2", "--mixed", "--minutes=3")),
     *([name, word] for name in NO_CONFIG for word in ("--config.steps=3", f"--config={DEBUG}")),
     *(["scaling", f"--minutes={text}"] for text in ("0", "-1", "x", "")),
     *(["scaling", f"--mixers={text}"] for text in ("", "mambo", "mamba,", "cross_attention")),

@@ -252,6 +252,7 @@ PICKED = {
     "mamba": "scan fused",
     "b2s6": "scan fused",
     "mamba2": "ssd fused",
+    "moba": "chosen fused",
     "rwkv6": "wkv6 fused",
 }
 

@@ -23,6 +23,7 @@ from model.errors import choose
 from model.ops.choice import TILE, Order, tiles, untiled
 from model.ops.dense_attention import softmax
 from model.ops.fused import SIDES, needs_unmet, refuse, say
+from model.ops.named import running
 from model.ops.scores import Bias
 from model.ops.stretches import gathers
 
@@ -94,8 +95,10 @@ def attend(
 
 
 def on_device(form: Form, implementation: str | None, o: Learned, where: Places) -> Array:
-    run = choose("implementation of attention to chosen blocks", implementation or best(form, o), IMPLEMENTATIONS)
-    return run(form, o, where)
+    name = implementation or best(form, o)
+    run = choose("implementation of attention to chosen blocks", name, IMPLEMENTATIONS)
+    with running("chosen", name):
+        return run(form, o, where)
 
 
 def fused(form: Form, o: Learned, where: Places) -> Array:

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas.triton import dot
-from jax.sharding import PartitionSpec
 
 from model import placement
 from model.ops.flash_kernels import LOG2_E
@@ -197,7 +196,7 @@ def nearest(q: Array, means: Array, queries: Queries, blocks: Blocks, n: int, in
         given |= {name: (x, keys) for name, x in zip(("means", "rest"), parts, strict=False)}
         return run(partial(means_kernel, n=n), "choice_by_means", given, (B, L, G * R), n, interpret)
 
-    return on_each_device(on_device, q, 2)(q, means, queries, blocks)
+    return on_each_device(on_device, (q, means), (queries, blocks))
 
 
 def weightiest(
@@ -243,12 +242,12 @@ def weightiest(
         kernel = partial(weights_kernel, n=n, scale=K**-0.5, form=form)
         return run(kernel, "choice_by_weights", given, (B, L, G), n, interpret)
 
-    return on_each_device(on_device, q, 3)(q, lse, k, keys, queries, blocks)
+    return on_each_device(on_device, (q, lse, k), (keys, queries, blocks))
 
 
-def on_each_device(run: Callable, q: Array, arrays: int) -> Callable:
-    """On a device's own rows and groups; the first so many are `[B, L, G, ...]`, the others `[B, ...]`."""
-    (r,), (g,) = (placement.spec([name], [size]) for name, size in (("batch", q.shape[0]), ("heads", q.shape[2])))
-    token, row = PartitionSpec(r, None, g), PartitionSpec(r)
-    others = {2: (Queries(*[row] * 4), Blocks(row, row)), 3: (Blocks(row, row), Queries(*[row] * 4), Blocks(row, row))}
-    return placement.on_each_device(run, (*[token] * arrays, *others[arrays]), token)
+def on_each_device(run: Callable, by_group: tuple[Array, ...], by_row: tuple[Any, ...]) -> Array:
+    """On a device's own rows and groups, of `[B, L, G, ...]` and then of trees of `[B, ...]`."""
+    shape = by_group[0].shape[:3]
+    token, row = placement.spec(("batch", None, "heads"), shape), placement.spec(("batch",), shape[:1])
+    specs = *[token] * len(by_group), *jax.tree.map(lambda _: row, by_row)
+    return placement.on_each_device(run, specs, token)(*by_group, *by_row)

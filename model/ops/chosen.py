@@ -22,7 +22,7 @@ from model.contract import wide
 from model.errors import choose
 from model.ops.choice import TILE, Order, tiles, untiled
 from model.ops.dense_attention import softmax
-from model.ops.fused import SIDES, needs_unmet, refuse, say
+from model.ops.fused import SIDES, needs_unmet, picked, refuse
 from model.ops.named import running
 from model.ops.scores import Bias
 from model.ops.stretches import gathers
@@ -111,12 +111,12 @@ def fused(form: Form, o: Learned, where: Places) -> Array:
 
 def best(form: Form, o: Learned) -> str:
     """The implementation for a call that names none."""
-    if o.q.shape[1] <= TILE or needs_unmet(o.q):  # few queries are gathered for at once, which is no slower
+    if o.q.shape[1] <= TILE:  # few queries are gathered for at once
         return "gathered"
-    if lacking := misfits(form, o):
-        reasons = "; ".join(lacking)
-        say(f"attention to chosen blocks: no kernel for {reasons}, so plain XLA takes its place, which is slower")
-    return "gathered" if lacking else "fused"
+    return picked("attention to chosen blocks", o.q, misfits(form, o), KNOBS, "gathered")
+
+
+KNOBS = "model.position, block, head_dim or n_heads"  # that set what kernels may lack
 
 
 def misfits(form: Form, o: Learned) -> list[str]:

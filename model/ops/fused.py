@@ -26,17 +26,17 @@ def needs_unmet(tokens: jax.Array) -> list[str]:
     return reasons
 
 
-def picked(op: str, tokens: jax.Array, misfits: list[str], knobs: str) -> str:
-    """`fused` where kernels serve a call that names no implementation, else `chunked`.
+def picked(op: str, tokens: jax.Array, misfits: list[str], knobs: str, other: str = "chunked") -> str:
+    """`fused` where kernels serve a call that names no implementation, else the other.
 
     Where all that they lack is a shape, `misfits`, that is told with the knobs that change it.
     """
     if needs_unmet(tokens):
-        return "chunked"
+        return other
     if misfits:
         lacking = "; ".join(misfits)
         say(f"{op}: no kernel for {lacking}, so plain XLA takes its place, which is slower; set by {knobs}")
-    return "chunked" if misfits else "fused"
+    return other if misfits else "fused"
 
 
 @cache

@@ -78,7 +78,7 @@ def sorted_pairs(call: Call, chosen: Array, index: Array) -> Sorted:
     B, _, G, _ = chosen.shape
     row = jnp.arange(B * G, dtype=jnp.int32).reshape(B, 1, G, 1) * (call.end // (B * G))
     first = jnp.where(chosen >= 0, chosen + row, call.end).reshape(-1)
-    # One list of all rows and groups: sorted by themselves, each would be left to a few threads.
+    # One list, of all rows and groups.
     first, pair = lax.sort((first, jnp.arange(call.P, dtype=jnp.int32)), num_keys=1, is_stable=True)
     more = (0, call.C * call.S + call.T - call.P)
     first, pair = (jnp.pad(x, more, constant_values=none) for x, none in ((first, call.end), (pair, call.P)))

@@ -139,9 +139,10 @@ def on_chunks(
     chunk: int,
     interpret: bool,
     strong: Array | None = None,
+    params: tuple[int, int] | None = None,
 ) -> list[Array]:
     """A kernel run on heads of chunks, or two, by whether these decay strongly; by name given tokens, `[B, L, H, ...]`,
-    and then states, `[B, M, H, ...]`."""
+    and then states, `[B, M, H, ...]`. params: warps and stages, if not those of most."""
 
     def seen(leaf):
         if leaf.ndim == 3:
@@ -152,8 +153,7 @@ def on_chunks(
     given = {name: (leaf, seen(leaf)) for name, leaf in given.items() if leaf is not None}
     given |= cuts(documents, chunk)
     made = [(shape, seen(shape)) for shape in made]
-    # Solving for pairs is of squares of Q, which more warps would share badly.
-    params = (chunk // 16, 1) if name == "pairs" else by_chunk(chunk)
+    params = params or by_chunk(chunk)
     if strong is not None:
         return in_two(kernels, f"dplr_{name}", given, made, strong, params, interpret)
     return launch(kernels, f"dplr_{name}", (H, L // chunk, B), given, made, params, interpret)
@@ -230,7 +230,9 @@ def scaled(tokens: Tokens, run: Callable) -> Scaled:
 def paired(tokens: Tokens, x: Scaled, run: Callable) -> Pairs:
     v, chunk = tokens["v"], run.keywords["chunk"]
     made = [jax.ShapeDtypeStruct((*v.shape[:3], chunk), v.dtype)] * (2 if "beta" in tokens else 4)
-    return Pairs(*run("pairs", (pairs_at_once, pairs_by_halves), unscaled(tokens) | dict(m=x.m), made, strong=x.strong))
+    kernels, given = (pairs_at_once, pairs_by_halves), unscaled(tokens) | dict(m=x.m)
+    # Few warps: what is solved is of Q by Q numbers.
+    return Pairs(*run("pairs", kernels, given, made, strong=x.strong, params=(chunk // 16, 1)))
 
 
 def solved(x: Scaled, pairs: Pairs, run: Callable) -> Tokens:
@@ -286,7 +288,7 @@ def fused_backward(chunk, interpret, saved, g):
     def gradient(name: str, last: bool = False, **got: Array) -> list[Array]:
         made = [shape_of(tokens.get(name, tokens["k"])), shape_of(tokens["w"])]
         made += [shape_of(given["beta"])] if "dk" in got else []
-        kernels = tuple(partial(kernel, name=name, last=last) for kernel in (gradient_at_once, gradient_by_halves))
+        kernels = partial(gradient_at_once, name=name, last=last), partial(gradient_by_halves, name=name)
         return run(f"gradient_{name}", kernels, given | got, made, strong=x.strong)
 
     dq, dw = gradient("q")

@@ -183,9 +183,9 @@ def gradient_at_once(see: Refs, *made, name: str, last: bool):
     dw[...] = total
 
 
-def gradient_by_halves(see: Refs, *made, name: str, last: bool):
+def gradient_by_halves(see: Refs, *made, name: str):
     """The decays get sums of what pairs of tokens give, never differences, which would lose small ones. None is left to
-    the last launch."""
+    a last launch."""
     d, dw, *d_beta = made
     w = see["w"][...]
     kept = jnp.zeros(w.shape[1:], w.dtype) if "dw" in see else kept_got(see, jnp.sum(w, axis=0))

@@ -3,9 +3,9 @@
 LRA's own Transformer: the released configurations (https://github.com/google-research/long-range-arena, cd31e5c,
 lra_benchmarks/*/configs; its base rates over the root of the warm-up are peaks here). The baselines that it is
 compared with there share its settings on ListOps, Text and Retrieval, where their configurations name another model and
-little else; on images each has its own, which are not here. S4 and S4D: the third version's
-(https://github.com/state-spaces/s4, e757cef, configs/experiment/lra/old/v3-*.yaml). S5: run_experiments of
-https://github.com/lindermanlab/S5, 3c18fdb. LRU: not its authors' but a replication's, in S4's code
+little else; of Image and Pathfinder each has its own, and of Path-X none. For Mamba and B2S6 we found no settings. S4
+and S4D: the third version's (https://github.com/state-spaces/s4, e757cef, configs/experiment/lra/old/v3-*.yaml). S5:
+run_experiments of https://github.com/lindermanlab/S5, 3c18fdb. LRU: not its authors' but a replication's, in S4's code
 (https://github.com/jhuang265/s4, 109a2d2, of Image 06f4700, configs/experiment/lra/lru-*.yaml). Norms are theirs: over
 the batch, but of layers in S4 on images. What they have and these do not: padding counts in their statistics; S4 on
 images shares its A and B among channels; S5 has one step for all modes on two tasks, other draws of C, and its norms at
@@ -106,29 +106,59 @@ LRU = {
     "pathfinder": Recipe(6, 192, "pre", 0.0, 0.004, 1e-3, 0.05, 64, 500_000, 50_000, ring(256, 0.9, 0.999)),
     "pathx": Recipe(6, 128, "pre", 0.0, 0.002, 5e-4, 0.05, 32, 250_000, 25_000, ring(256, 0.999, 0.9999, turn=0.1)),
 }
+IMAGES = ("image", "pathfinder")
 # Of LRA's other baselines, what their own mixers have: lra_benchmarks/models, and of Performer and Linformer configs.
 # Longformer's window of 512 has 255 tokens before a token and 256 behind it; Reformer's rows are of ten chunks.
 BASELINES = {
-    "local": lambda task: dict(block=50),
+    "local": lambda task: dict(block=64 if task in IMAGES else 50),
     "fixed": lambda task: dict(stride=50, summary=10),
     "longformer": lambda task: dict(near=256, global_tokens=0),
     "linformer": lambda task: dict(rank=32 if task == "text" else 16),
     "reformer": lambda task: dict(chunk=LENGTHS[task] // 10, n_buckets=10, rounds=1),
-    "sinkhorn": lambda task: dict(block=50),
-    "synthesizer": lambda task: {},
+    "sinkhorn": lambda task: dict(block=64 if task in IMAGES else 50),
+    "synthesizer": lambda task: dict(kind="random") if task in IMAGES else {},
     "bigbird": lambda task: dict(block=64),
     "linear": lambda task: {},
     "performer": lambda task: dict(n_features=2) if task == "listops" else {},
 }
-LENGTHS = {"listops": 2000, "text": 1000, "retrieval": 4000}  # of the tasks whose settings they share
-SHARED = {task: TRANSFORMER[task] for task in LENGTHS}
+LENGTHS = {"listops": 2000, "text": 1000, "retrieval": 4000, "image": 1024, "pathfinder": 1024}
+SHARED = {task: TRANSFORMER[task] for task in ("listops", "text", "retrieval")}
+
+
+def sized(task: str, layers: int, width: int, n_heads: int, **other: Any) -> Transformer:
+    """The Transformer's settings of a task for a model of another size, whose heads are half as wide as it together."""
+    size = dict(layers=layers, width=width, n_heads=n_heads, head_dim=width // 2 // n_heads, mlp_width=width)
+    return TRANSFORMER[task]._replace(**size | other)
+
+
+def pooled(task: str, *size: int) -> Transformer:
+    return sized(task, *size, pool="mean", learned=LENGTHS[task])
+
+
+# Of each its Image and its Pathfinder. BigBird's heads of Image are four under a name that nothing there reads;
+# Reformer's are as wide together as the model.
+PIXELS = {
+    "local": (pooled("image", 1, 128, 2), sized("pathfinder", 2, 64, 4, dropout=0.1)),
+    "fixed": (sized("image", 1, 128, 8), sized("pathfinder", 1, 32, 8)),
+    "longformer": (pooled("image", 4, 128, 4), sized("pathfinder", 2, 32, 2, dropout=0.1)),
+    "linformer": (sized("image", 1, 128, 8), sized("pathfinder", 1, 32, 2)),
+    "reformer": (sized("image", 4, 64, 8, head_dim=8), sized("pathfinder", 2, 64, 8, head_dim=8)),
+    "sinkhorn": (
+        sized("image", 1, 32, 1, head_dim=32, mlp_width=64, dropout=0.1, weight_decay=0.7),
+        sized("pathfinder", 2, 32, 4, mlp_width=64),
+    ),
+    "synthesizer": (sized("image", 1, 128, 8), sized("pathfinder", 2, 64, 4)),
+    "bigbird": (sized("image", 1, 128, 4), sized("pathfinder", 4, 64, 2)),
+    "linear": (sized("image", 1, 128, 8), sized("pathfinder", 1, 128, 2)),
+    "performer": (sized("image", 1, 128, 8), sized("pathfinder", 4, 32, 8)),
+}
 RECIPES = {
     "attention": TRANSFORMER,
     "s4": S4,
     "s4d": S4,
     "s5": S5,
     "lru": LRU,
-    **dict.fromkeys(BASELINES, SHARED),
+    **{arch: SHARED | dict(zip(IMAGES, PIXELS[arch], strict=True)) for arch in BASELINES},
 }
 
 
@@ -143,10 +173,8 @@ def use(config: ConfigDict, arch: str, task: str) -> None:
         config.model.update(
             norm="layernorm", mlp="gelu", mlp_width=recipe.mlp_width, pool=recipe.pool, norm_eps=1e-6, embed_init=1.0
         )
-        if arch == "attention":
-            config.model.attention = dict(n_heads=recipe.n_heads, head_dim=recipe.head_dim)
-        else:  # heads as wide as theirs: the width is shared out among them
-            config.model.update({arch: dict(BASELINES[arch](task), n_heads=recipe.n_heads)})
+        heads = dict(n_heads=recipe.n_heads, head_dim=recipe.head_dim)
+        config.model.update({arch: heads if arch == "attention" else heads | BASELINES[arch](task)})
         if recipe.learned:
             config.model.update(position="learned", learned=dict(max_len=recipe.learned))
         else:

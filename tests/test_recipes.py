@@ -38,7 +38,7 @@ def test_a_recipe_reads_the_rows_of_its_task(arch, task):
         recipe.lr,
         recipe.width,
     )
-    if arch == "attention" and asked.inputs:
+    if (arch == "attention" or arch in BASELINES) and asked.inputs:
         asked = LEVELS
     row = np.zeros((1, L, 1), np.float32) if asked.inputs else np.zeros((1, L), np.int32)
     pair = {"other": row} if asked.pair else {}
@@ -107,9 +107,27 @@ def test_a_baseline_has_the_transformers_settings_and_its_own_mixer(arch):
 
 
 @pytest.mark.quick
-def test_a_baseline_has_no_recipe_for_images():
-    with pytest.raises(UserError, match="recipe of arch 'performer' 'image'; choose from listops, retrieval, text"):
-        configs.load("configs/lra.py:task=image,arch=performer,size=paper")
+def test_a_baseline_has_no_recipe_for_path_x():
+    allowed = "image, listops, pathfinder, retrieval, text"
+    with pytest.raises(UserError, match=f"recipe of arch 'performer' 'pathx'; choose from {allowed}"):
+        configs.load("configs/lra.py:task=pathx,arch=performer,size=paper")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("task", ["image", "pathfinder"])
+@pytest.mark.parametrize("arch", BASELINES)
+def test_on_images_a_baseline_has_its_own_size_and_the_transformers_training(arch, task):
+    theirs, ours = RECIPES["attention"][task], RECIPES[arch][task]
+    training = ("lr", "schedule", "batch_size", "steps", "warmup", "clip")
+    assert all(getattr(theirs, name) == getattr(ours, name) for name in training)
+    c = configs.load(f"configs/lra.py:task={task},arch={arch},size=paper,protocol=lra")
+    section = c.model[arch]
+    assert (c.model.layers, c.model.width, c.model.mlp_width) == (ours.layers, ours.width, ours.mlp_width)
+    assert (section.n_heads, section.head_dim) == (ours.n_heads, ours.head_dim)
+    whole = arch == "reformer" or (arch, task) == ("sinkhorn", "image")
+    assert section.n_heads * section.head_dim == (c.model.width if whole else c.model.width // 2)
+    if task == "image":
+        assert c.model.learned.max_len == 1024 + (c.model.pool == "cls")
 
 
 @pytest.mark.quick
@@ -126,6 +144,6 @@ def test_published_scores_have_their_published_mean():
 @pytest.mark.quick
 def test_the_table_has_the_baselines_where_they_have_a_recipe():
     runs = [run for run in TABLES["lra"].runs("paper") if run.labels["arch"] in BASELINES]
-    assert {run.labels["task"] for run in runs} == {"listops", "text", "retrieval"}
-    assert len(runs) == 2 * 3 * len(BASELINES)
+    assert {run.labels["task"] for run in runs} == {"listops", "text", "retrieval", "image", "pathfinder"}
+    assert len(runs) == 2 * 5 * len(BASELINES)
     assert all("protocol=lra" in run.config for run in runs)

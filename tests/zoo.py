@@ -55,7 +55,10 @@ VARIANTS = {
         {"feature": "squared", "n_heads": 2},
         {"feature": "taylor", "key_dim": 5},
     ],
-    "linformer": [{"rank": 5, "longest": 100, "share": "none"}, {"rank": 5, "longest": 100, "share": "heads"}],
+    "linformer": [
+        {"rank": 5, "longest": 100, "share": "none"},
+        {"rank": 5, "longest": 100, "share": "heads", "head_dim": 3},
+    ],
     "local": [{"block": 10, "n_kv_heads": 1}],
     "longformer": [{"near": 4, "global_tokens": 2, "n_kv_heads": 2}, {"near": 5, "global_tokens": 0}],
     "lru": [{"window": 4}],
@@ -85,10 +88,16 @@ VARIANTS = {
     "s4": [{"window": 4}],
     "s4d": [{"A_init": "inv", "state": 8}, {"A_init": "legs", "discretisation": "bilinear", "state": 8}, {"window": 4}],
     "s5": [{"blocks": 2, "discretisation": "bilinear", "state": 8}, {"window": 4}],
-    "sinkhorn": [{"block": 6, "longest": 100}, {"block": 5, "longest": 100, "n_heads": 2, "temperature": 0.3}],
+    "sinkhorn": [
+        {"block": 6, "longest": 100},
+        {"block": 5, "longest": 100, "n_heads": 2, "head_dim": 3, "temperature": 0.3},
+    ],
     "slstm": [{"n_heads": 2, "conv": 2}],
     "strided": [{"stride": 3, "n_kv_heads": 2}],
-    "synthesizer": [{"kind": "random", "longest": 100}, {"kind": "factorized", "longest": 100, "rank": 3}],
+    "synthesizer": [
+        {"kind": "random", "longest": 100},
+        {"kind": "factorized", "longest": 100, "rank": 3, "head_dim": 3},
+    ],
 }
 # A mixer that reads a memory is no sequence mixer on its own and has its tests elsewhere.
 ALONE = [name for name, cls in MIXERS.items() if not cls.reads_memory]

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from model.contract import Context, State, wide
 from model.errors import UserError
-from model.layers import check_divides, dense
-from model.mixers.attention import INTO_HEADS
+from model.layers import dense
+from model.mixers.attention import INTO_HEADS, check_heads
 from model.mixers.whole_row import WholeRow, check_length
 from model.ops.product import product
 from model.settings import Dim, Length
@@ -41,13 +41,14 @@ class Linformer(WholeRow):
     """Keys and values summed over the length by learned matrices E and F (https://arxiv.org/abs/2006.04768)."""
 
     n_heads: Dim = 4
+    head_dim: Literal[0] | Dim = 0  # 0: width / n_heads
     rank: Dim = 128  # the paper's k: sums that a token attends to
     longest: Length = 4096  # tokens of the longest row, for which E and F have weights
     share: Literal["none", "heads", "kv"] = "kv"  # E and F of each head; one E and one F for all; one matrix for both
 
     def check(self, state: State, length: int) -> None:
         super().check(state)
-        check_divides("model.linformer.n_heads", self.n_heads, "model.width", self.width)
+        check_heads("linformer", self.n_heads, self.n_heads, self.width, self.head_dim)
         check_length("linformer", self.longest, length)
         if self.rank > self.longest:
             raise UserError(
@@ -58,7 +59,7 @@ class Linformer(WholeRow):
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
         self.check(state, x.shape[1])
-        H, K = self.n_heads, self.width // self.n_heads
+        H, K = self.n_heads, self.head_dim or self.width // self.n_heads
         q, k, v = (dense((H, K), INTO_HEADS, self.dtype, name)(x) for name in "qkv")
         E = self.over_length("E")
         weights = E, E if self.share == "kv" else self.over_length("F")

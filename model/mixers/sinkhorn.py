@@ -1,15 +1,15 @@
 """Sparse Sinkhorn attention: a block of tokens sees itself and a block that a learned sorting brings to it."""
 
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
 from model.contract import Context, State, wide
-from model.layers import check_divides, dense, fan_in
-from model.mixers.attention import INTO_HEADS
+from model.layers import dense, fan_in
+from model.mixers.attention import INTO_HEADS, check_heads
 from model.mixers.whole_row import WholeRow, check_length
 from model.ops.product import product
 from model.settings import Count, Dim, Length, Positive
@@ -79,6 +79,7 @@ class Sinkhorn(WholeRow):
     """
 
     n_heads: Dim = 4
+    head_dim: Literal[0] | Dim = 0  # 0: width / n_heads
     block: Length = 32  # tokens of a block
     longest: Length = 4096  # tokens of the longest row, for whose blocks the sorting has weights
     iterations: Count = 8  # of rows and columns brought to sums of 1
@@ -89,13 +90,13 @@ class Sinkhorn(WholeRow):
 
     def check(self, state: State, length: int) -> None:
         super().check(state)
-        check_divides("model.sinkhorn.n_heads", self.n_heads, "model.width", self.width)
+        check_heads("sinkhorn", self.n_heads, self.n_heads, self.width, self.head_dim)
         check_length("sinkhorn", self.longest, length)
 
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
         self.check(state, x.shape[1])
-        D, H, K = self.width, self.n_heads, self.width // self.n_heads
+        D, H, K = self.width, self.n_heads, self.head_dim or self.width // self.n_heads
         tokens = {name: dense((H, K), INTO_HEADS, self.dtype, name)(x) for name in "qkv"}
         run = partial(sinkhorn, block=self.block, iterations=self.iterations, temperature=self.temperature)
         y = self.mixed(run, self.sort_weights(), tokens | dict(x=x), ctx)

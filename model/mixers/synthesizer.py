@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from model.cache import Cache, Full
 from model.contract import Context, Mixer, State, wide
 from model.errors import UserError
-from model.layers import check_divides, dense
-from model.mixers.attention import INTO_HEADS, arange, look, remember, whole_row
+from model.layers import dense
+from model.mixers.attention import INTO_HEADS, arange, check_heads, look, remember, whole_row
 from model.mixers.whole_row import check_length
 from model.ops.attention import IMPLEMENTATIONS
 from model.ops.mask import CAUSAL, FULL
@@ -33,6 +33,7 @@ class Synthesizer(Mixer):
 
     kind: Literal["dense", "random", "factorized"] = "dense"  # by tokens; by a matrix R; by R1 R2^T
     n_heads: Dim = 4
+    head_dim: Literal[0] | Dim = 0  # 0: width / n_heads
     rank: Dim = 8  # of factorized scores, the paper's k
     longest: Length = 4096  # positions that there are weights for
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the attention op; None picks
@@ -40,8 +41,13 @@ class Synthesizer(Mixer):
     work: ClassVar[float | None] = 2
     groups: ClassVar[dict[str, str]] = {"R": "no_decay", "R1": "no_decay", "R2": "no_decay"}
 
+    @property
+    def heads(self) -> tuple[int, int]:
+        """H and K."""
+        return self.n_heads, self.head_dim or self.width // self.n_heads
+
     def check(self, length: int) -> None:
-        check_divides("model.synthesizer.n_heads", self.n_heads, "model.width", self.width)
+        check_heads("synthesizer", self.n_heads, self.n_heads, self.width, self.head_dim)
         check_length("synthesizer", self.longest, length)
 
     @nn.compact
@@ -49,7 +55,7 @@ class Synthesizer(Mixer):
         self.check(x.shape[1])
         if state is not None and not self.causal:
             raise UserError("a bidirectional model cannot carry a state; set model.causal=True to generate")
-        H, K = self.n_heads, self.width // self.n_heads
+        H, K = self.heads
         at = arange(x) if ctx.positions is None else ctx.positions
         v = dense((H, K), INTO_HEADS, self.dtype, "v")(x)
         call: dict[str, Any] = dict(mask=CAUSAL if self.causal else FULL, scale=1.0, bias=None)
@@ -66,7 +72,7 @@ class Synthesizer(Mixer):
 
     def queries_and_keys(self, x: jax.Array, at: jax.Array, k_at: jax.Array) -> tuple[jax.Array, jax.Array]:
         """What scores are products of, `[B, L, H, N]` and `[B, M, H, N]`."""
-        B, H, K = len(x), self.n_heads, self.width // self.n_heads
+        B, (H, K) = len(x), self.heads
 
         def by_position(name, size, scale, positions):
             table = self.weights(name, (self.longest, H, size), scale, (None, "heads", None))
@@ -92,7 +98,7 @@ class Synthesizer(Mixer):
 
     @property
     def cache(self) -> Cache:
-        return Full((("v", (self.n_heads, self.width // self.n_heads)),), self.dtype)
+        return Full((("v", self.heads),), self.dtype)
 
     def init_state(self, batch: int, max_len: int) -> State:
         self.check(max_len)

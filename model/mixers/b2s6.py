@@ -97,9 +97,7 @@ def written(x: Array, weight: Array) -> Array:
 
 def kernels_lack(u: Array, A: Array) -> list[str]:
     """Why the kernels cannot serve a call; empty if they can. u: [B, L, D]; A: [N]."""
-    reasons, N = needs_unmet(u), len(A)
-    if u.dtype != jnp.float32:
-        reasons.append(f"{u.dtype} (it takes float32)")
+    reasons, N = needs_unmet(u, dtypes=("float32",)), len(A)
     if N & (N - 1):
         reasons.append(f"{N} modes (it takes a power of two)")
     return reasons

@@ -17,7 +17,7 @@ from model.layers import check_divides, dense, fan_in
 from model.mixers.mamba import uniform
 from model.ops.conv import conv_tail, short_conv
 from model.ops.product import product
-from model.ops.scan import IMPLEMENTATIONS, linear_scan
+from model.ops.scan import LINEAR, linear_scan
 from model.settings import Dim
 
 C = 8.0  # the paper's c: how fast a wide open recurrence gate forgets
@@ -78,7 +78,7 @@ class RGLRU(Mixer):
     inner: Literal[0] | Dim = 0  # channels of the recurrence; 0: as wide as the model
     n_heads: Dim = 4  # blocks of the gates' matrices
     conv: Dim = 4  # width of the short convolution
-    implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the scan; None picks
+    implementation: Literal[*LINEAR] | None = None  # of the scan; None picks
 
     forward_only: ClassVar[bool] = True
     groups: ClassVar[dict[str, str]] = {

@@ -14,7 +14,7 @@ from model.errors import UserError
 from model.layers import dense
 from model.ops.conv import conv_tail, shift
 from model.ops.decays import exponents
-from model.ops.scan import IMPLEMENTATIONS, linear_scan
+from model.ops.scan import LINEAR, linear_scan
 
 Array = jax.Array
 EMPTY = -1e30  # the exponent of a sum that nothing has entered; finite, so that differences of exponents are numbers
@@ -100,7 +100,7 @@ def zigzag(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
 class RWKV(Mixer):
     """RWKV-4's time mixing: a decaying average over the past, with a bonus for the token at hand."""
 
-    implementation: Literal[*IMPLEMENTATIONS] | None = None  # sequential, or one of the scan; None picks
+    implementation: Literal[*LINEAR] | None = None  # sequential, or one of the scan; None picks
 
     forward_only: ClassVar[bool] = True
     groups: ClassVar[dict[str, str]] = {

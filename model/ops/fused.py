@@ -14,13 +14,13 @@ DTYPES = ("bfloat16", "float16", "float32")  # that they take
 SIDES = (16, 32, 64, 128)  # of the matrices that those made of products take
 
 
-def needs_unmet(tokens: jax.Array) -> list[str]:
+def needs_unmet(tokens: jax.Array, dtypes: tuple[str, ...] = DTYPES) -> list[str]:
     """Why no kernel can serve a call, whatever the recurrence; tokens: [B, L, ...]."""
     reasons = []
     if placement.capability() < AMPERE:
         reasons.append(f"the platform {placement.chip()} (it runs on gpu from {AMPERE[0]}.{AMPERE[1]})")
-    if tokens.dtype not in DTYPES:
-        reasons.append(f"{tokens.dtype} (it takes {', '.join(DTYPES)})")
+    if tokens.dtype not in dtypes:
+        reasons.append(f"{tokens.dtype} (it takes {', '.join(dtypes)})")
     if stretches(tokens.shape[1]) > 1:
         reasons.append("devices that share the length")
     return reasons

@@ -44,15 +44,19 @@ class Tile(NamedTuple):
     L: int  # tokens of a row
     there: Array | None  # which of its channels there are, [F]; None: all of them
 
-    def read(self, ref: Any, *at: Any) -> Array:
+    def mask(self, F: int, when: Array | None) -> Array | None:
+        """Of the channels there are, all or none."""
+        if when is None:
+            return self.there
+        return jnp.broadcast_to(when, (F,)) if self.there is None else self.there & when
+
+    def read(self, ref: Any, *at: Any, when: Array | None = None, other: Array | float = 0) -> Array:
         """A row of channels."""
-        ref = ref.at[(*map(jnp.int32, at), slice(None))]
-        return ref[...] if self.there is None else triton.load(ref, mask=self.there, other=0)
+        mask, ref = self.mask(ref.shape[-1], when), ref.at[(*map(jnp.int32, at), slice(None))]
+        return ref[...] if mask is None else triton.load(ref, mask=mask, other=other)
 
     def write(self, ref: Any, at: Any, row: Array, when: Array | None = None) -> None:
-        mask = self.there
-        if when is not None:
-            mask = jnp.broadcast_to(when, row.shape) if mask is None else mask & when
+        mask = self.mask(row.shape[-1], when)
         row, ref = row.astype(ref.dtype), ref.at[jnp.int32(at), :]
         if mask is None:
             ref[...] = row

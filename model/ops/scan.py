@@ -181,6 +181,7 @@ IMPLEMENTATIONS = {
 }
 
 
+LINEAR = (*IMPLEMENTATIONS, "fused")  # of the linear scan
 SELECTIVE = (*IMPLEMENTATIONS, "stepped", "fused")  # of the selective scan
 
 
@@ -252,8 +253,27 @@ def best_chunk(state: int) -> int:
     return min(max(64, 2**26 // state // 64 * 64), 512)
 
 
+def linear_kernels_lack(a: Array, b: Array, h0: Array) -> list[str]:
+    """Why the kernels of the linear scan cannot serve a call; empty if they can."""
+    reasons = needs_unmet(b, dtypes=("float32",))
+    if not a.dtype == b.dtype == h0.dtype:
+        reasons.append(f"a of {a.dtype} and a first state of {h0.dtype} beside b of {b.dtype}")
+    return reasons
+
+
 def linear_scan(a: Array, b: Array, h0: Array, *, implementation: str | None = None) -> tuple[Array, Array]:
-    """All states `[B, L, ...]` of `h_t = a_t h_{t-1} + b_t`, and the last one."""
+    """All states `[B, L, E, ...]` of `h_t = a_t h_{t-1} + b_t`, and the last one.
+
+    a, b: [B, L, E, ...]; h0: [B, E, ...]. Implementations are those of `diagonal_scan`, and `fused`, kernels for GPUs.
+    """
+    if implementation is None and b.shape[1] > 1 and not linear_kernels_lack(a, b, h0):
+        implementation = "fused"
+    if implementation == "fused":
+        refuse("scan", linear_kernels_lack(a, b, h0))
+        from model.ops.fused_linear import fused_linear  # here: Pallas takes a second to load
+
+        with running("scan", implementation):
+            return fused_linear(a, b, h0)
     return diagonal_scan(lambda x: x, lambda h, x: h, h0, (a, b), implementation=implementation)
 
 

@@ -253,6 +253,8 @@ PICKED = {
     "b2s6": "scan fused",
     "mamba2": "ssd fused",
     "moba": "chosen fused",
+    "rglru": "scan fused",
+    "rwkv": "scan fused",
     "rwkv6": "wkv6 fused",
 }
 

@@ -18,6 +18,7 @@ from model.ops.fused_selective import Shape
 from model.ops.scan import linear_scan
 from tests import meshes, zoo
 from tests.host_mesh import mesh_of, on_mesh
+from tests.jaxprs import equations
 from tests.test_fused_selective import for_a_gpu, values_and_gradients
 
 B = 2
@@ -119,6 +120,21 @@ def test_kernels_lower_for_a_gpu(P):
     text = for_a_gpu(lambda x: op.fused_linear(**x, P=P), x)
     named = [kernel for kernel in ("effects", "states", "adjoints", "gradients") if f'name = "linear_{kernel}' in text]
     assert named == (["states", "gradients"] if P == 1 else ["effects", "states", "adjoints", "gradients"])
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("P", [1, 2])
+def test_channels_that_are_not_there_are_not_touched(P):
+    """Beside a token's last channel lie the next token's, which an interpreted kernel, given a copy, cannot harm."""
+
+    def touched(E: int) -> int:
+        """How often kernels read or write all channels of a program."""
+        x = jax.tree.map(jnp.float32, inputs(256, E))
+        run = partial(op.fused_linear, P=P)
+        program = jax.make_jaxpr(lambda x: jax.vjp(lambda x: run(**x), x)[1](run(**x)))(x)
+        return sum(1 for name in ("get", "swap") for _ in equations(program.jaxpr, name))
+
+    assert touched(64) > 0 and touched(40) == 0
 
 
 def lowered(chip: str, sizes: dict, L: int = 512, channels: tuple = (64,), dtype=jnp.float32) -> str:

@@ -103,8 +103,8 @@ def test_what_decays_to_nothing_is_nothing():
 @pytest.mark.quick
 def test_rows_are_parted_until_the_chip_is_full():
     for shapes in (op.OUT, op.BACK):
-        assert op.cut(32, 2048, 128, shapes, None).parts == 1  # every row and channel has a program at once
-        assert op.cut(1, op.SHORTEST, 256, shapes, None).parts == 1
+        assert op.cut(32, 2048, 128, shapes, None).P == 1  # every row and channel has a program at once
+        assert op.cut(1, op.SHORTEST, 256, shapes, None).P == 1
         for rows, L, E in ((1, 10**6, 256), (1, 2**20, 256), (1, 2**16, 256), (2, 5000, 40), (1, 129, 7)):
             P, T, F, U = op.cut(rows, L, E, shapes, None)
             assert (P - 1) * T < L <= P * T and T % U == 0 and F & (F - 1) == 0

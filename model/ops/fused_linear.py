@@ -33,16 +33,16 @@ PARAMS = (1, 1)  # warps and stages
 
 
 class Cut(NamedTuple):
-    """How work is shared out: P, T, F and U."""
+    """How work is shared out."""
 
-    parts: int
-    tokens: int
-    channels: int
-    together: int
+    P: int
+    T: int
+    F: int
+    U: int
 
 
 def cut(rows: int, L: int, E: int, shapes: dict[str, Shape], P: int | None) -> Cut:
-    """Rows as they are, where that or a short length leaves nothing to gain, or in as many parts as fill the chip."""
+    """In one part, where that fills the chip, or in as many as do, of no few tokens each."""
 
     def programs(shape: Shape) -> int:
         return rows * pl.cdiv(E, shape.F)
@@ -191,7 +191,7 @@ def run(kernel: Callable, name: str, given: dict[str, Array], made: int, cut: Cu
 
 def effects(given: dict[str, Array], back: bool, cut: Cut, interpret: bool) -> dict[str, Array]:
     """Of all parts, if there are several."""
-    if cut.parts == 1:
+    if cut.P == 1:
         return {}
     name = "adjoints" if back else "effects"
     left, added = run(partial(effects_kernel, back=back), name, given, 2, cut, interpret)

@@ -1,7 +1,7 @@
-"""State spaces against their peers: Mamba's scan, Mamba-2's matrix products and S4's long convolution.
+"""State spaces against their peers: Mamba's scan, RG-LRU's, Mamba-2's matrix products and S4's long convolution.
 
 On a GPU the peers are Mamba's Triton kernels, where `mamba_ssm` is installed, and torch's FFT. Anywhere, the forms of
-the scan are measured against each other.
+the scans are measured against each other.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,32 +15,39 @@ from experiments.measurements import speed, torch_scan
 from experiments.measurements.part import ALL, Part
 from experiments.measurements.speed import Contender, Setting, compiled, place, sheet
 from model.ops.conv import fft_conv
-from model.ops.scan import selective_scan
+from model.ops.scan import linear_scan, selective_scan
 from model.ops.ssd import ssd
 
 # (batch, length) of each case; a size or two where a row is short, and one where it is long
 SHAPES = {
     "gpu": {
         "mamba": [(8, 2048), (2, 8192), (1, 65_536)],
+        "linear": [(32, 2048), (1, 65_536), (1, 1_048_576)],
         "mamba2": [(8, 2048), (2, 8192), (1, 65_536)],
         "convolution": [(2, 8192), (1, 65_536)],
     },
-    "cpu": {"mamba": [(1, 2048)], "mamba2": [(1, 2048)], "convolution": [(1, 2048)]},
+    "cpu": {case: [(1, 2048)] for case in ("mamba", "linear", "mamba2", "convolution")},
 }
 # Channels E, and of those with heads how many (H); N numbers of state a channel.
 SIZES = {
     "gpu": {
         "mamba": dict(channels=2048, state=16, dtype="float32"),
+        "linear": dict(channels=256, dtype="float32"),
         "mamba2": dict(channels=2048, heads=32, state=128, dtype="bfloat16"),
         "convolution": dict(channels=1024, dtype="float32"),
     },
     "cpu": {
         "mamba": dict(channels=256, state=16, dtype="float32"),
+        "linear": dict(channels=256, dtype="float32"),
         "mamba2": dict(channels=256, heads=4, state=64, dtype="float32"),
         "convolution": dict(channels=128, dtype="float32"),
     },
 }
-SCANS = {"gpu": ("associative", "chunked", "fused"), "cpu": ("associative", "chunked", "chunked_serial", "stepped")}
+PLAIN = ("associative", "chunked")
+SCANS = {  # forms of those that have several
+    "gpu": {"mamba": (*PLAIN, "fused"), "linear": (*PLAIN, "fused")},
+    "cpu": {"mamba": (*PLAIN, "chunked_serial", "stepped"), "linear": (*PLAIN, "chunked_serial")},
+}
 SHEET = sheet({"case": "case", "batch": "batch", "length": "length"})
 
 
@@ -55,12 +62,10 @@ def measure(rounds: int, part: Part = ALL) -> Iterator[dict[str, Any]]:
 
 
 def contenders(setting: Setting) -> dict[str, Callable[[], Contender]]:
-    arrays = inputs(setting)
-    case = setting["case"]
-    if case == "mamba":
-        forms = SCANS[place()]
-        return {f"longview {form}": partial(enter, partial(mamba, implementation=form), arrays) for form in forms}
-    ours = {"mamba2": mamba2, "convolution": fft_conv}[case]
+    arrays, case = inputs(setting), setting["case"]
+    ours = {"mamba": mamba, "linear": linear, "mamba2": mamba2, "convolution": fft_conv}[case]
+    if forms := SCANS[place()].get(case):
+        return {f"longview {form}": partial(enter, partial(ours, implementation=form), arrays) for form in forms}
     return {"longview": partial(enter, ours, arrays)} | torch_scan.contenders(case, arrays)
 
 
@@ -83,6 +88,8 @@ def inputs(setting: Setting) -> dict[str, Any]:
 
     if setting["case"] == "convolution":
         return dict(u=normal(*lead, E), kernel=normal(setting["length"], E))
+    if setting["case"] == "linear":
+        return dict(a=rng.uniform(0.9, 1, (*lead, E)).astype(dtype), b=normal(*lead, E))
     N = setting["state"]
     if setting["case"] == "mamba":
         A = -np.tile(np.arange(1, N + 1, dtype=np.float32), (E, 1))
@@ -94,6 +101,10 @@ def inputs(setting: Setting) -> dict[str, Any]:
 
 def mamba(x, dt, A, B, C, implementation):
     return selective_scan(x, dt, A, B, C, jnp.zeros((x.shape[0], *A.shape)), implementation=implementation)[0]
+
+
+def linear(a, b, implementation):
+    return linear_scan(a, b, jnp.zeros_like(b[:, 0]), implementation=implementation)[0]
 
 
 def mamba2(x, dt, A, B, C):

@@ -3,6 +3,7 @@
     h_t = keep_t e^{dt_t A} h_{t-1} + (e^{dt_t A} - 1) (B_t + bias) x_t        y_t = Re C_t h_t
 
 As the kernels of Mamba's scan, whose plan and letters these share, but that a block of channels has its own B and C.
+Instructions bound them, so a token moves, by `e^{dt A} - 1`, what is left of the past and what it brings as one.
 Complex numbers are pairs of real ones, and so are their gradients, by either part: to the factor `b` of `a b` the
 gradient g hands `conj(a) g`.
 """
@@ -19,19 +20,7 @@ from jax.sharding import PartitionSpec
 
 from model import placement
 from model.ops.decays import filled
-from model.ops.fused_selective import (
-    LOG2_E,
-    PARAMS,
-    Q,
-    Shape,
-    by_channel,
-    carried,
-    cut,
-    most_parts,
-    of_part,
-    struct,
-    walk,
-)
+from model.ops.fused_selective import PARAMS, Q, Shape, by_channel, carried, cut, most_parts, of_part, struct, walk
 from model.ops.fused_state import Refs, launch
 
 Array = jax.Array
@@ -40,12 +29,12 @@ F = 4  # channels of a program, all of one block
 # Tuned on an H200, for 32 rows of 4,096 tokens and 8 blocks of 21 channels of 32 numbers.
 OUT = {"whole": Shape(F, 4, 1024), "parted": Shape(F, 4, 4096)}
 BACK = {"whole": Shape(F, 2, 1024), "parted": Shape(F, 2, 4096)}
-# Of sqrt(2) sin(pi r) / r and sqrt(2) cos(pi r) in r^2, for |r| <= 1/2: within 2e-8 of the one and 7e-8 of the other.
-SIN = (4.442883, -7.3082457, 3.6063545, -0.8461129, 0.10982699)
-COS = (1.4142135, -6.978851, 5.7394609, -1.883563, 0.31069818)
-# Of (2^r - 1) / r, for |r| <= 3/8: within 1e-7 of it.
-LESS = (0.6931472, 0.24022555, 0.05550439, 0.0096452, 0.00133335)
-NEAR = 0.375
+# Of sqrt(2) sin(pi r) / r and sqrt(2) cos(pi r) in r^2, for |r| <= 1/2: within 8e-8 of either.
+SIN = (4.442883, -7.3082561, 3.6065474, -0.8472852, 0.11208702)
+COS = (1.4142135, -6.9788532, 5.7394929, -1.8837281, 0.31098354)
+# Of (2^r - 1) / r, for |r| <= NEAR: within 1e-7 of it.
+LESS = (0.6931472, 0.2402256, 0.05550425, 0.00964486, 0.00133393)
+NEAR = 3 / 8
 
 
 class Pair(NamedTuple):
@@ -72,8 +61,8 @@ def scaled(a: Pair, by: Array | float) -> Pair:
     return Pair(a.re * by, a.im * by)
 
 
-def plus_times(h: Pair, a: Pair, b: Pair) -> Pair:
-    """`h + a b`, in the order that multiplies and adds at once."""
+def plus_product(h: Pair, a: Pair, b: Pair) -> Pair:
+    """`h + a b`, in an order of which every product is added as it is made."""
     return Pair(h.re + a.re * b.re - a.im * b.im, h.im + a.re * b.im + a.im * b.re)
 
 
@@ -122,14 +111,14 @@ def polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
     return value
 
 
-def far(A: Pair, token: Token) -> Pair:
-    """`e^{dt A} - 1`, `[N, F]`, exact where that is little; A in units of log 2 and of turns.
+def far(units: Pair, token: Token) -> Pair:
+    """`e^{dt A} - 1`, `[N, F]`, exact where it is little too; A in units of log 2 and of turns.
 
     Only products of the sine and the cosine of half the angle matter, and half a turn leaves them as they are: so it is
-    taken between quarters of a turn, where polynomials will do. With the library's functions, which are ready for any
-    angle, a layer took 2.5 times as long on an H200.
+    taken between quarters of a turn, where polynomials will do. The library's functions, which are ready for any angle,
+    take many more instructions.
     """
-    rate, turns = token.dt[None, :] * A.re, token.dt[None, :] * A.im
+    rate, turns = token.dt[None, :] * units.re, token.dt[None, :] * units.im
     rest = turns - jnp.floor(turns + 0.5)  # of half turns of half the angle
     square, size = rest * rest, jnp.exp2(rate)
     sin, cos = rest * polynomial(SIN, square), polynomial(COS, square)
@@ -138,24 +127,23 @@ def far(A: Pair, token: Token) -> Pair:
     return Pair(less - part * sin, part * cos)
 
 
-def stepped(h: Pair, far: Pair, bias: Pair, token: Token) -> tuple[Pair, Pair]:
-    """The state behind a token, and what was moved: the state before it with what the token brings, as
-    `a h + (a - 1) b = h + (a - 1) (h + b)`."""
+def stepped(h: Pair, by: Pair, bias: Pair, token: Token) -> tuple[Pair, Pair]:
+    """The state behind a token that moves it so far, and what it moved."""
     kept = scaled(h, token.keep)
     moved = plus(kept, scaled(plus(token.B, bias), token.x[None, :]))
-    return plus_times(kept, far, moved), moved
+    return plus_product(kept, by, moved), moved
 
 
 def constants(see: Refs) -> tuple[Pair, Pair, Pair]:
-    """A, and in units of log 2 and of turns: [N, 1]; bias: [N, F]."""
+    """A: [N, 1]; the same in units of log 2 and of turns; bias: [N, F]."""
     A = Pair(*(leaf[:, None] for leaf in of(see["A"])))
-    return A, Pair(A.re * LOG2_E, A.im / (2 * math.pi)), of(see["bias"])
+    return A, Pair(A.re / math.log(2), A.im / (2 * math.pi)), of(see["bias"])
 
 
 def outputs_kernel(see: Refs, *made, tokens: int, out: bool, shape: Shape):
     """Through a part. x, dt: [L / P, F]; B: [L / P, 2, N]; C: [L / P, N]; start: [2, N, F]. With `out`, y as x and the
     state at every chunk; last the state at the end."""
-    (_, A, bias), end, U = constants(see), made[-1], shape.U
+    (_, units, bias), end, U = constants(see), made[-1], shape.U
     names = "x B C" if out else "x B"
 
     def chunk(c, h):
@@ -164,7 +152,7 @@ def outputs_kernel(see: Refs, *made, tokens: int, out: bool, shape: Shape):
 
         def some(i, found, h):
             for t, token in enumerate(map(wide, found)):
-                h, _ = stepped(h, far(A, token), bias, token)
+                h, _ = stepped(h, far(units, token), bias, token)
                 if out:
                     made[0][c * Q + i * U + t, :] = jnp.sum(h.re * token.C, axis=0)
             return h
@@ -177,12 +165,12 @@ def outputs_kernel(see: Refs, *made, tokens: int, out: bool, shape: Shape):
 
 def adjoints_kernel(see: Refs, start, *, tokens: int, shape: Shape):
     """What a part hands back to the state before it, were nothing behind it. dy: [L / P, F]; start: [2, N, F]."""
-    (_, A, bias), U = constants(see), shape.U
+    (_, units, bias), U = constants(see), shape.U
 
     def some(i, found, g):
         for token in map(wide, reversed(found)):
             g = Pair(g.re + token.C * token.dy[None, :], g.im)
-            g = scaled(plus(g, handed(far(A, token), g)), token.keep)
+            g = scaled(plus(g, handed(far(units, token), g)), token.keep)
         return g
 
     put(start, walk(tokens // U, lambda i: fetched(see, tokens - (i + 1) * U, "C dy", U), some, zero(bias)))
@@ -215,18 +203,16 @@ def gradients_kernel(see: Refs, dx, d_dt, dB, dC, dA, d_bias, start, scratch, *,
                 known.append((by, moved))
                 dC[first + t, :] = jnp.sum(h.re * token.dy[None, :], axis=1)
             for t in reversed(range(U)):
-                token, (by, moved) = some[t], known[t]
-                x, dt = token.x[None, :], token.dt[None, :]
-                weight = plus(token.B, bias)
+                token, (by, moved), weight = some[t], known[t], plus(some[t].B, bias)
                 g = Pair(g.re + token.C * token.dy[None, :], g.im)
                 by_input = handed(by, g)
-                before = plus(g, by_input)  # handed to the state before
-                by_log = handed(moved, before)
+                before = plus(g, by_input)  # `conj(e^{dt A}) g`
                 dx[first + t, :] = jnp.sum(weight.re * by_input.re + weight.im * by_input.im, axis=0)
-                d_dt[first + t, :] = jnp.sum(by_log.re * A.re + by_log.im * A.im, axis=0)
-                by_weight = scaled(by_input, x)
+                by_weight = scaled(by_input, token.x[None, :])
                 put(dB, Pair(*(jnp.sum(leaf, axis=1) for leaf in by_weight)), first + t)
-                dA, d_bias = plus(dA, scaled(by_log, dt)), plus(d_bias, by_weight)
+                by_log = handed(moved, before)
+                d_dt[first + t, :] = jnp.sum(by_log.re * A.re + by_log.im * A.im, axis=0)
+                dA, d_bias = plus(dA, scaled(by_log, token.dt[None, :])), plus(d_bias, by_weight)
                 g = scaled(before, token.keep)
             return g, dA, d_bias
 
@@ -236,9 +222,8 @@ def gradients_kernel(see: Refs, dx, d_dt, dB, dC, dA, d_bias, start, scratch, *,
         return walk(Q // U, fetch, back, carry)
 
     g = of(see["end"]) if "end" in see else zero(bias)
-    for ref, value in zip(
-        (start, dA, d_bias), lax.fori_loop(0, tokens // Q, chunk, (g, zero(bias), zero(bias))), strict=True
-    ):
+    found = lax.fori_loop(0, tokens // Q, chunk, (g, zero(bias), zero(bias)))
+    for ref, value in zip((start, dA, d_bias), found, strict=True):
         put(ref, value)
 
 

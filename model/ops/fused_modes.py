@@ -53,6 +53,15 @@ def put(ref: Any, value: Pair, *place: Any) -> None:
     ref[(*place, 0, ...)], ref[(*place, 1, ...)] = value
 
 
+def put_rows(ref: Any, first: Array, rows: list[Array]) -> None:
+    """U rows `[F]`, all at once: a sum over modes has to be laid out anew before it is written."""
+    U = len(rows)
+    while len(rows) > 1:
+        half = len(rows) // 2
+        rows = [jnp.stack(pair, axis=-1) for pair in zip(rows[:half], rows[half:], strict=True)]
+    ref[pl.ds(first, U), :] = rows[0].reshape(-1, U).T
+
+
 def plus(a: Pair, b: Pair) -> Pair:
     return Pair(a.re + b.re, a.im + b.im)
 
@@ -76,7 +85,7 @@ def zero(like: Pair) -> Pair:
 
 
 class Token(NamedTuple):
-    """What the kernels see of one, in float32; None where they do not ask for it."""
+    """What the kernels see of one; None where they do not ask for it."""
 
     dt: Array  # [F]
     x: Array | None  # [F]
@@ -98,7 +107,6 @@ def fetched(see: Refs, first: Array, names: str, U: int) -> list[dict[str, Any]]
 
 
 def wide(found: dict[str, Any]) -> Token:
-    found = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), found)
     down = {name: jax.tree.map(lambda leaf: leaf[:, None], found[name]) for name in "BC" if name in found}
     return Token(**dict.fromkeys(("x", "B", "C", "dy")) | {"keep": 1.0} | found | down)
 
@@ -151,10 +159,12 @@ def outputs_kernel(see: Refs, *made, tokens: int, out: bool, shape: Shape):
             put(made[1], h, c)
 
         def some(i, found, h):
-            for t, token in enumerate(map(wide, found)):
+            y = []
+            for token in map(wide, found):
                 h, _ = stepped(h, far(units, token), bias, token)
-                if out:
-                    made[0][c * Q + i * U + t, :] = jnp.sum(h.re * token.C, axis=0)
+                y += [jnp.sum(h.re * token.C, axis=0)] if out else []
+            if out:
+                put_rows(made[0], c * Q + i * U, y)
             return h
 
         return walk(Q // U, lambda i: fetched(see, c * Q + i * U, names, U), some, h)
@@ -202,18 +212,21 @@ def gradients_kernel(see: Refs, dx, d_dt, dB, dC, dA, d_bias, start, scratch, *,
                 h, moved = stepped(h, by, bias, token)
                 known.append((by, moved))
                 dC[first + t, :] = jnp.sum(h.re * token.dy[None, :], axis=1)
+            by_x, by_dt = [], []
             for t in reversed(range(U)):
                 token, (by, moved), weight = some[t], known[t], plus(some[t].B, bias)
                 g = Pair(g.re + token.C * token.dy[None, :], g.im)
                 by_input = handed(by, g)
                 before = plus(g, by_input)  # `conj(e^{dt A}) g`
-                dx[first + t, :] = jnp.sum(weight.re * by_input.re + weight.im * by_input.im, axis=0)
+                by_x.insert(0, jnp.sum(weight.re * by_input.re + weight.im * by_input.im, axis=0))
                 by_weight = scaled(by_input, token.x[None, :])
                 put(dB, Pair(*(jnp.sum(leaf, axis=1) for leaf in by_weight)), first + t)
                 by_log = handed(moved, before)
-                d_dt[first + t, :] = jnp.sum(by_log.re * A.re + by_log.im * A.im, axis=0)
+                by_dt.insert(0, jnp.sum(by_log.re * A.re + by_log.im * A.im, axis=0))
                 dA, d_bias = plus(dA, scaled(by_log, token.dt[None, :])), plus(d_bias, by_weight)
                 g = scaled(before, token.keep)
+            put_rows(dx, first, by_x)
+            put_rows(d_dt, first, by_dt)
             return g, dA, d_bias
 
         def fetch(i):
@@ -365,10 +378,7 @@ def fused_modes(
 
     def run(x, dt, A, B, C, bias, h0, keep):
         """On a device; of its J blocks, channels one after another."""
-
-        def flat(leaf):
-            return leaf.reshape(*leaf.shape[:-2], -1)
-
+        flat = partial(lax.collapse, start_dimension=-2)
         y, h = fused(*map(flat, (x, dt)), A, B, C, flat(bias), flat(h0), keep, P, interpret)
         return y.reshape(x.shape), h.reshape(h0.shape)
 
@@ -379,14 +389,7 @@ def fused_modes(
     )
     B = jnp.stack([B.real, B.imag], axis=-2)
     keep = None if keep is None else whole(keep.astype(x.dtype), 1)
-    y, h = run(
-        *(channels(whole(leaf)) for leaf in (x, dt)),
-        jnp.stack([A.real, A.imag]),
-        whole(B),
-        whole(C),
-        numbers(bias),
-        numbers(h0),
-        keep,
-    )
+    x, dt = (channels(whole(leaf)) for leaf in (x, dt))
+    y, h = run(x, dt, jnp.stack([A.real, A.imag]), whole(B), whole(C), numbers(bias), numbers(h0), keep)
     h = jnp.moveaxis(h[..., :D], -3, -1)  # [B, 2, J, D, N]
     return y[:, :L, :, :D], lax.complex(h[:, 0], h[:, 1])

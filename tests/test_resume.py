@@ -58,5 +58,15 @@ def test_another_mesh_needs_no_flag(tmp_path):
     changes = configs.changes(load(), load(("mesh.fsdp", "2"), ("mesh.rules", "()")))
     assert set(changes) == {"mesh.fsdp", "mesh.rules"}
     refuse_changes(changes, load(), tmp_path)
-    with pytest.raises(UserError, match=r"\(optim\.lr changed\)"):
+    with pytest.raises(UserError, match=r"\(optim\.lr: 0\.1 -> 0\.2\)"):
         refuse_changes(changes | {"optim.lr": (0.1, 0.2)}, load(), tmp_path)
+
+
+@pytest.mark.quick
+def test_another_config_is_told_in_one_line_by_the_choice_that_made_it(tmp_path, capsys):
+    """The keys that a choice brings and takes come behind it and are counted; nothing is announced as changed."""
+    changes = configs.changes(load(), load(("model.mixers", "mamba"), ("steps", "4")))
+    assert len(changes) > 20 and next(iter(changes)) == "model.attention.bias"
+    with pytest.raises(UserError, match=r"another config \(model\.mixers: .*attention.* -> .*mamba.* more\);") as error:
+        refuse_changes(changes, load(), tmp_path)
+    assert str(error.value).count("->") == 4 and capsys.readouterr().out == ""

@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from eval import context
 from eval.accuracy import measure
-from eval.restore import restore
+from eval.restore import Restored, restore
 from eval.suites import SUITES
 from model.errors import UserError
 from train import config as configs
@@ -197,3 +198,12 @@ def test_a_document_that_cannot_be_read_is_told_before_training(book, tmp_path, 
     with pytest.raises(UserError, match=told) as error:
         train(configs.load(f"configs/text.py:path={book}", texts), str(tmp_path / "run"))
     assert "\n" not in str(error.value) and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("suite", ["stream", "context"])
+def test_a_suite_of_documents_names_one_that_a_run_without_them_has(suite):
+    config = configs.load("configs/debug.py")
+    restored = Restored(Path("run"), config, prepare(config), step=0, params=None)
+    given = {"targets": 9} if suite == "context" else {}
+    with pytest.raises(UserError, match=r"task 'mqar' .* has no document to stream.*; closest: --suite=accuracy$"):
+        SUITES[suite](restored, split="test", **given)

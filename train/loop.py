@@ -33,6 +33,8 @@ from train.step import RunState
 from train.watchdog import Watchdog
 from train.workdir import graceful_stop, open_workdir, read_json, refuse_remote, write_json
 
+SHOWN = 4  # of the keys by which a config is another one
+
 
 def train(config: ConfigDict, workdir: str, traced: range = range(0)) -> dict[str, Any] | None:
     """Trains until done and returns the result row; None if stopped by a signal, with all that was done saved.
@@ -87,15 +89,18 @@ def open_run(run: Run, folder: Path) -> dict[str, Any] | None:
 
 def refuse_changes(changes: dict[str, tuple[Any, Any]], config: ConfigDict, folder: Path) -> None:
     """Prints what differs from the config the run was started with; only where data lie and keys declared safe may."""
-    for key, (old, new) in changes.items():
-        print(f"config change: {key}: {old!r} -> {new!r}")
     others = [key for key, (old, new) in changes.items() if not places.moved(key, old, new)]
     unsafe = [key for key in others if not any(fnmatchcase(key, safe) for safe in config.resume_safe)]
     if unsafe:
+        unsafe.sort(key=lambda key: None in changes[key])  # a choice before the section that came or went with it
+        told = [f"{key}: {changes[key][0]!r} -> {changes[key][1]!r}" for key in unsafe[:SHOWN]]
+        more = f" and {len(unsafe) - SHOWN} more" if len(unsafe) > SHOWN else ""
         raise UserError(
-            f"{folder} holds a run with another config ({', '.join(unsafe)} changed); give another --workdir, "
+            f"{folder} holds a run with another config ({', '.join(told)}{more}); give another --workdir, "
             f"or add the keys to --config.resume_safe"
         )
+    for key, (old, new) in changes.items():
+        print(f"config change: {key}: {old!r} -> {new!r}")
 
 
 def sign_run(run: Run, folder: Path, step: int, origin: dict[str, Any] | None = None) -> list[dict[str, Any]]:

@@ -31,16 +31,23 @@ def document(run: Run, split: str, length: int) -> np.ndarray:
     return run.task.document(split, length or run.task.n_bytes(split) - 1)
 
 
-def check(run: Run, split: str, length: int, recompute: int = 0, key: str = "stream.length") -> None:
+def check(
+    run: Run,
+    split: str,
+    length: int,
+    recompute: int = 0,
+    key: str = "stream.length",
+    closest: str = "--suite=accuracy",
+) -> None:
     """Refuses, before anything is compiled, a document that there is not or that the model cannot read.
 
-    `key` is the setting that asks for its length.
+    `key` is the setting that asks for its length, `closest` what to ask of a run without documents.
     """
     task = run.task
     if not (isinstance(task, Text) and run.objective.name == "task"):
         raise UserError(
             f"task {task.name!r} with objective {run.objective.name!r} has no document to stream; allowed: "
-            "data.task=text with objective.kind=task; closest: stream.length=0"
+            f"data.task=text with objective.kind=task; closest: {closest}"
         )
     there = task.n_bytes(split) - 1
     if length > there:
@@ -55,7 +62,7 @@ def check_asked(run: Run) -> None:
     """The same of what the config asks for."""
     c = run.config.stream
     if c.length:
-        check(run, "test", c.length, c.recompute)
+        check(run, "test", c.length, c.recompute, closest="stream.length=0")
     elif c.recompute:
         raise UserError(f"stream.recompute is {c.recompute}, and stream.length is 0, no document; allowed: 0")
 

@@ -119,7 +119,8 @@ def _pair(flag: str, text: str) -> Setting:
 def _key_and_text(flag: str, text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not (equals and key.strip(": ") and value.strip()):
-        raise UserError(f"--{flag} cannot read {text!r}; write KEY=VALUE,VALUE, for example optim.lr=1e-3,3e-3")
+        example = "arch=attention,mamba" if flag == "only" else "optim.lr=1e-3,3e-3"
+        raise UserError(f"--{flag} cannot read {text!r}; write KEY=VALUE,VALUE, for example {example}")
     return key.strip(), value
 
 

@@ -8,7 +8,6 @@ one of the weights; `--config.init.fresh` names parts that are to be drawn anew,
 not to be trained. Feeds no table.
 """
 
-import json
 from pathlib import Path
 
 from flax.traverse_util import unflatten_dict
@@ -18,6 +17,7 @@ from configs import base
 from configs.argument import parse
 from model.errors import UserError
 from model.weights.folder import open_weights
+from train.workdir import read_json
 
 
 def get_config(argument: str = "") -> ConfigDict:
@@ -27,11 +27,13 @@ def get_config(argument: str = "") -> ConfigDict:
     c = base.get_config()
     run = Path(arg.path) / "config.json" if (Path(arg.path) / "checkpoints").is_dir() else None
     if run:
-        given = json.loads(run.read_text(encoding="utf-8"))
+        given = read_json(run, model=dict, data=dict)
     else:
         given = {"model": unflatten_dict(open_weights(arg.path).settings, sep=".")}
+        if not arg.task:
+            raise UserError(f"the weights in {arg.path} come without a task; e.g. path={arg.path},task=text")
     c.model = given["model"]
-    c.data = {"task": arg.task or given.get("data", c.data)["task"]} if arg.task or not run else given["data"]
+    c.data = {"task": arg.task} if arg.task else given["data"]
     with c.init.ignore_type():
         c.init.path, c.init.step = arg.path, int(arg.step) if arg.step.isdecimal() else arg.step
     c.optim.lr = 1e-4

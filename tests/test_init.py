@@ -15,6 +15,7 @@ from eval.restore import restore
 from model.errors import UserError
 from model.paths import by_path
 from tests.test_train import load
+from train import config as configs
 from train import sharding
 from train.checkpoint import load_params
 from train.feed import Feed
@@ -139,6 +140,27 @@ def test_what_is_not_there_is_told(source, folder, tmp_path):
     with pytest.raises(UserError, match="is no run; allowed: latest"):
         train(load(*SHORT, ("init.path", str(folder)), ("init.step", "3")), str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_config_that_goes_on_takes_the_model_and_of_a_run_the_task(source, folder, tmp_path):
+    def given(spec):
+        return configs.load(f"configs/finetune.py:{spec}", [])
+
+    assert given(f"path={source}").data == load(*SHORT).data
+    assert given(f"path={source},task=induction").data.task == "induction"
+    for found in (given(f"path={source},step=2"), given(f"path={folder},task=induction")):
+        assert found.model.layers == 3 and found.model.width == load(*SHORT).model.width
+    damaged = tmp_path / "damaged"
+    (damaged / "checkpoints").mkdir(parents=True)
+    (damaged / "config.json").write_text("{}")
+    for spec, words in [
+        (f"path={folder}", f"weights in {folder} come without a task; e.g. path={folder},task=text"),
+        (f"path={tmp_path / 'none'}", "it does not exist"),
+        (f"path={damaged}", f"{damaged}/config.json is damaged: it has no 'model'"),
+    ]:
+        with pytest.raises(UserError, match=words) as error:
+            given(spec)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.scale

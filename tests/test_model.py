@@ -190,6 +190,9 @@ def test_what_the_platform_decides_is_said(chip, lines, monkeypatch):
         runs.warn_of_slowness()
         assert runs.decided(config, most=1) + said == lines
         assert runs.decided(config, most=8)[1:] == ["8 steps in a dispatch"]
+        config.model.layers = 1  # nothing to loop over
+        assert runs.decided(config, most=1) == []
+        config.model.layers = 2
         config.model.scan = True
         assert runs.decided(config, most=1) == []
 

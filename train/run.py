@@ -121,7 +121,8 @@ def prepare(config: ConfigDict, task: data.Task | None = None, devices: Sequence
 def decided(config: ConfigDict, most: int) -> list[str]:
     """What a config leaves open, in a line each: what the platform in force makes of it."""
     layers = config.model.layers
-    lines = [f"{layers} layers, {'looped over' if loops(layers) else 'unrolled'}"] if config.model.scan is None else []
+    lines = [f"{layers} layers, {'looped over' if loops(layers) else 'unrolled'}"]
+    lines = lines if config.model.scan is None and layers > 1 else []
     return lines + [f"{most} steps in a dispatch"] * (most > 1)
 
 

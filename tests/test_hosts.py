@@ -126,6 +126,16 @@ def test_an_address_that_nobody_has_is_refused(address, monkeypatch):
         join.initialize()
 
 
+def test_where_no_cluster_says_who_is_who_a_user_is_told_how_to(monkeypatch):
+    def initialize(**given):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.delenv("JAX_COORDINATOR_ADDRESS", raising=False)
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(UserError, match=r"should be defined\.; set JAX_COORDINATOR_ADDRESS, .* leave out --distributed"):
+        join.initialize()
+
+
 def test_a_lack_of_memory_is_told_in_a_line_with_what_to_do():
     with pytest.raises(jax.errors.JaxRuntimeError) as found:
         jnp.zeros(2**50, jnp.uint8).block_until_ready()

@@ -216,6 +216,16 @@ def test_progress_in_a_file_is_a_line_now_and_then(monkeypatch):
 
 
 @pytest.mark.quick
+def test_a_rate_takes_more_than_the_first_step(monkeypatch):
+    clock, stream = Clock(), io.StringIO()
+    monkeypatch.setattr(log, "time", clock)
+    with Progress(201, start=200, stream=stream) as progress:
+        progress.update(201, loss=0.5)
+        clock.now += 30  # evaluating
+    assert stream.getvalue().splitlines() == ["step 200/201", *["step 201/201 | loss 0.5"] * 2]
+
+
+@pytest.mark.quick
 def test_progress_on_a_terminal_is_a_bar(monkeypatch):
     clock, stream = Clock(), io.StringIO()
     stream.isatty = lambda: True

@@ -33,7 +33,14 @@ def initialize() -> None:
         try:
             jax.distributed.initialize(**given, **limits)
         except (ValueError, RuntimeError) as error:
-            raise UserError(f"cannot join the other processes: {' '.join(str(error).split())}") from error
+            raise UserError(f"cannot join the other processes: {' '.join(str(error).split())}{_hint()}") from error
+
+
+def _hint() -> str:
+    """What to do where no cluster says who is who."""
+    if "JAX_COORDINATOR_ADDRESS" in os.environ:
+        return ""
+    return "; set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or leave out --distributed"
 
 
 def check_address(address: str | None) -> None:

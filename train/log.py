@@ -194,11 +194,11 @@ class Progress:
     def line(self) -> str:
         values = [f"{name} {float(value):.4g}" for name, value in self._shown.items()]
         timing = []
-        if len(self._marks) > 1:
+        if self._marks and self._marks[0][1] < self._marks[-1][1]:  # of no step there is no rate
             (t0, first), (t1, last) = self._marks[0], self._marks[-1]
             rate = (last - first) / max(t1 - t0, 1e-9)
             timing = [f"{rate:.3g} steps/s"]
-            if rate > 0 and self._step < self._total:
+            if self._step < self._total:
                 timing.append(f"{_clock((self._total - self._step) / rate)} left")
         return " | ".join([f"step {self._step}/{self._total}", *values, *timing])
 

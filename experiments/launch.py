@@ -1,6 +1,6 @@
 """Writes the file that starts one training command on a pod, for an engine that you have.
 
-    python -m experiments.launch gcloud --config=configs/debug.py --workdir=/runs/a --topology=v5e:16x16 \\
+    python -m experiments.launch gcloud --config=configs/debug.py --workdir=/runs/a --topology=v5e:4x4 \\
       --image=REGISTRY/longview --zone=us-west4-a --storage=10.0.0.2:/runs > train.sh
     python -m experiments.launch gke ... --storage=CLAIM | kubectl apply -f -
     python -m experiments.launch skypilot ... --storage=gs://BUCKET > train.yaml

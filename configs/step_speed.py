@@ -3,8 +3,8 @@
     python -m experiments.measurements.steps --config=configs/step_speed.py:arch=mamba2,rows=16 --workdir=runs/speed
 
 Feeds `experiments.bench step`. `size=110m` has 12 layers of width 768 and a vocabulary of 32,000, and computes in
-bfloat16; the other sizes are two layers of that width, for a CPU. Tokens are random, which take as long as any others,
-and every one is asked for the next, as in training a language model.
+bfloat16; `size=64` and `size=128` are two layers of that width, for a CPU. Tokens are random, which take as long as any
+others, and every one is asked for the next, as in training a language model.
 """
 
 from ml_collections import ConfigDict

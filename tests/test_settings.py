@@ -216,3 +216,13 @@ def test_a_config_that_was_not_filled_in_says_who_does_so():
     config.model.mixers, config.model.mamba = ("mamba",), {"state": 16}
     with pytest.raises(UserError, match=r"lacks model.mamba.*; train.config.load fills in"):
         configs.check(config)
+
+
+def test_a_runs_config_is_taken_as_it_is_and_found_in_its_folder(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    for spec, told in {
+        f"{tmp_path}/config.json:arch=mamba": "takes no argument 'arch=mamba'; use --config.KEY=VALUE",
+        str(tmp_path): f"no config file '{tmp_path}'; closest: {tmp_path}/config.json",
+    }.items():
+        with pytest.raises(UserError, match=told):
+            configs.load(spec)

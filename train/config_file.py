@@ -24,9 +24,12 @@ def read_config(spec: str) -> Mapping[str, Any]:
     try:
         if not file.is_file():
             near = difflib.get_close_matches(path, [str(p) for p in Path("configs").glob("*.py")], n=1)
+            near = [str(file / "config.json")] if (file / "config.json").is_file() else near
             raise UserError(f"no config file {path!r}" + (f"; closest: {near[0]}" if near else ""))
         if file.suffix not in (".py", ".json"):
             raise UserError(f"config {path!r} must be a .py file with get_config, or a .json file")
+        if file.suffix == ".json" and argument:
+            raise UserError(f"config {path!r} is resolved and takes no argument {argument!r}; use --config.KEY=VALUE")
         held = read_json(file) if file.suffix == ".json" else call(file, argument)
     except OSError as error:
         raise UserError(f"config {shown(path)} cannot be read: {error.strerror}") from None

@@ -106,7 +106,8 @@ def fetched(see: Refs, first: Array, names: str, U: int) -> list[dict[str, Any]]
     return [token(first + i) for i in range(U)]
 
 
-def wide(found: dict[str, Any]) -> Token:
+def laid(found: dict[str, Any]) -> Token:
+    """With B and C down the modes."""
     down = {name: jax.tree.map(lambda leaf: leaf[:, None], found[name]) for name in "BC" if name in found}
     return Token(**dict.fromkeys(("x", "B", "C", "dy")) | {"keep": 1.0} | found | down)
 
@@ -160,7 +161,7 @@ def outputs_kernel(see: Refs, *made, tokens: int, out: bool, shape: Shape):
 
         def some(i, found, h):
             y = []
-            for token in map(wide, found):
+            for token in map(laid, found):
                 h, _ = stepped(h, far(units, token), bias, token)
                 y += [jnp.sum(h.re * token.C, axis=0)] if out else []
             if out:
@@ -178,7 +179,7 @@ def adjoints_kernel(see: Refs, start, *, tokens: int, shape: Shape):
     (_, units, bias), U = constants(see), shape.U
 
     def some(i, found, g):
-        for token in map(wide, reversed(found)):
+        for token in map(laid, reversed(found)):
             g = Pair(g.re + token.C * token.dy[None, :], g.im)
             g = scaled(plus(g, handed(far(units, token), g)), token.keep)
         return g
@@ -196,7 +197,7 @@ def gradients_kernel(see: Refs, dx, d_dt, dB, dC, dA, d_bias, start, scratch, *,
 
         def ahead(i, found, h):
             put(scratch, h, i)
-            for token in map(wide, found):
+            for token in map(laid, found):
                 h, _ = stepped(h, far(units, token), bias, token)
             return h
 
@@ -205,7 +206,7 @@ def gradients_kernel(see: Refs, dx, d_dt, dB, dC, dA, d_bias, start, scratch, *,
         def back(i, found, carry):
             g, dA, d_bias = carry
             i = Q // U - 1 - i
-            first, some = c * Q + i * U, list(map(wide, found))
+            first, some = c * Q + i * U, list(map(laid, found))
             h, known = of(scratch, i), []
             for t, token in enumerate(some):
                 by = far(units, token)

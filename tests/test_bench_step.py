@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from experiments.measurements import attention_speed, part, scan_speed, speed, state_speed, step_speed
+from experiments.measurements.sheet import Sheet
 from model.errors import UserError
 
 
@@ -70,3 +71,10 @@ def test_kernels_are_those_of_every_contest():
     code = f"from experiments import bench; print(bench.kernels_table({rows!r}))"
     table = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert "| mamba | 1 | 8 | longview fused |" in table and "| 1 | 8 | plain |" in table
+
+
+@pytest.mark.quick
+def test_a_figure_that_is_not_known_is_left_out():
+    sheet = Sheet({"case": "case"}, {"ms": ("ms", ".1f"), "rate": ("steps/s", ".0f")})
+    row = dict(case="a", ms=1.25, rate=None)
+    assert sheet.sentence(row) == "a: 1.2 ms" and sheet.table([row]).splitlines()[-1] == "| a | 1.2 |  |"

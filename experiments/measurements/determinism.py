@@ -170,9 +170,11 @@ def sentence(row: Mapping) -> str:
     if "error" in row:
         return f"{row['config']}: {row['error']}"
     at = ", ".join(map(str, row["killed_at"])) or "none"
+    rates = row["steps_per_s"], row["not_deterministic_steps_per_s"]
+    # A run that is over before its clock has seen enough has no rate.
+    rate = "" if None in rates else f" at {rates[0]} a second, {rates[1]} if not deterministic"
     return (
-        f"{row['config']}: {row['steps']} steps at {row['steps_per_s']} a second, "
-        f"{row['not_deterministic_steps_per_s']} if not deterministic; run again: {row['repeated']}; "
+        f"{row['config']}: {row['steps']} steps{rate}; run again: {row['repeated']}; "
         f"killed after steps {at} and resumed: {row['resumed']}"
     )
 

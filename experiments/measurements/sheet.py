@@ -23,12 +23,14 @@ class Sheet:
 
     def figure(self, row: Row, key: str) -> str:
         """Nothing where a row does not have it, unless because it broke down."""
-        if key not in row:
+        if row.get(key) is None:
             return "failed" if "error" in row else ""
         return format(row[key], self.figures[key][1])
 
     def sentence(self, row: Row) -> str:
-        known = [f"{self.figure(row, key)} {title}" for key, (title, _) in self.figures.items() if key in row]
+        known = [
+            f"{self.figure(row, key)} {title}" for key, (title, _) in self.figures.items() if row.get(key) is not None
+        ]
         return f"{', '.join(self.name(row, key) for key in self.names)}: {row.get('error') or ', '.join(known)}"
 
     def table(self, rows: Iterable[Row]) -> str:

@@ -65,6 +65,8 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
     """absl's parsing, with mistakes in one line."""
     try:
         return flags.FLAGS(argv)
+    except SystemExit:  # by --help, which absl takes for a failure
+        sys.exit(0)
     except flags.UnrecognizedFlagError as error:
         near = closest(error.flagname, flags.FLAGS).replace("closest: ", "closest: --")
         raise UserError(f"unknown flag --{error.flagname}{near}") from None

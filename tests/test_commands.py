@@ -121,7 +121,7 @@ def flags_of(file: Path) -> set[str]:
 def test_help_lists_every_flag(module, file):
     wanted = flags_of(file)
     command = fork(module, "--help")
-    command.wait()
+    assert command.wait() == 0 or not wanted  # what Slurm starts has no flags, and no help
     listed = re.findall(r"^  --(?:\[no\])?([\w-]+): \w", command.stdout, flags=re.MULTILINE)
     assert set(listed) == wanted, command.stdout + command.stderr
     takes_a_config = "cli.overrides()" in file.read_text() and module != "experiments.pack"  # which refuses them
@@ -204,5 +204,5 @@ def test_the_readme_commands_work(tmp_path):
         else:
             done = fork(*words)
             code, told = done.wait(), done.stderr
-        assert code in (0, 1 if "--help" in SMALL[module] else 0), (command, told)
+        assert code == 0, (command, told)
         modules.add(module)

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from model.ops import tile_walk
 from model.ops.attention import Bias, prepare
 from model.ops.dense_attention import reference
 from model.ops.flash_attention import flash
 from model.ops.mask import CAUSAL, FULL, Band, Mask, Prefix, block_matrix, window
 from model.ops.patterns import BigBird, Chunk, Columns, Table
-from model.ops.tile_walk import Walk, tiles_met, walk
+from model.ops.tile_walk import LEAST, MOST, Walk, in_parts, long_tiles, tiles_met, walk
 from model.positions.score_bias import FIRE_SHARED, ALiBiBias, FIREBias, KerpleLog, T5Bias
 from tests.test_fused_ssd import made_for
 
@@ -104,6 +105,22 @@ def test_it_is_the_definition(call):
         np.testing.assert_allclose(found[name], want, atol=2e-5 * (1 + np.abs(want).max()), err_msg=name)
 
 
+PARTED = {
+    "bidirectional": {"mask": FULL & BigBird(16, first=1, near=1, random=1, seed=0)},
+    "sinks": {"sinks": True},
+    "prefix": {"mask": CAUSAL & window(33) | Prefix(17), "levels": True, "bias": KerpleLog()},
+    "packed": {**PACKED, "mask": CAUSAL & BigBird(16, first=1, near=1, random=1, seed=0), "soft_cap": 2.0},
+}
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("call", PARTED.values(), ids=PARTED.keys())
+def test_a_tile_that_is_walked_in_parts_is_the_definition(call, monkeypatch):
+    monkeypatch.setattr(tile_walk, "LEAST", 1)
+    monkeypatch.setattr(tile_walk, "MOST", 1)
+    test_it_is_the_definition(call)
+
+
 def met(spans: Walk, others: int) -> tuple[np.ndarray, np.ndarray]:
     """The tiles that are visited, and those of them that are taken to be seen whole, `[n, others]`."""
     visited, whole = np.zeros((2, len(spans.spans), others), bool)
@@ -132,6 +149,29 @@ def test_tiles_that_meet_are_visited_and_no_others(mask: Mask, tile, by_key):
     assert not (whole & ~every).any()
     if mask.band() is not None:
         assert (whole == every).all()
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.parametrize(
+    "mask", [CAUSAL, CAUSAL & BigBird(64, first=2, near=2, random=3, seed=0), Prefix(100)], ids=str
+)
+def test_the_parts_of_a_walk_are_the_walk_and_none_is_far_longer_than_the_mean(mask: Mask, by_key):
+    n = 128
+    whole = walk(mask, (64, 64), (n * 64, n * 64), n * 64 - 10, by_key)
+    parts = in_parts(whole)
+
+    def pairs(spans: Walk) -> list[tuple[int, int, bool]]:
+        places = np.arange(n) if spans.listed is None else spans.listed
+        visits = zip(spans.tiles(), spans.spans, strict=True)
+        return sorted((t, j, p in range(b, c)) for t, (a, b, c, d) in visits for p, j in enumerate(places[a:d], a))
+
+    assert pairs(parts) == pairs(whole)
+    lengths = (parts.spans[:, 3] - parts.spans[:, 0]).tolist()
+    assert max(lengths) <= max(LEAST, MOST * (len(pairs(whole)) // n + 1))
+    if parts.tile is not None:
+        empty = len(parts.tile) - 1
+        listed = {place for _, places in long_tiles(parts) for place in places.ravel()} - {empty}
+        assert listed == set(range(n, empty)) | {t for t in range(n) if (parts.tile[:empty] == t).sum() > 1}
 
 
 @pytest.mark.parametrize("by_key", [False, True])

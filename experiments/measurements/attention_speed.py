@@ -22,6 +22,7 @@ from model.positions.score_bias import FIRE_SHARED, ALiBiBias, FIREBias, KerpleL
 WINDOW, SOFT_CAP = 4096, 50.0
 DOCUMENTS, PREFIX = 8, 1024  # documents in a packed row, tokens that all see
 BIGBIRD = BigBird(64, first=2, near=2, random=3, seed=0)
+PATTERNS = ("bigbird",)
 CASES = ("causal", "window", "alibi", "kerple", "fire", "t5", "soft cap", "sinks", "packed", "prefix", "bigbird")
 # length -> batch; the shapes that fused kernels are usually shown at, and one for a CPU
 SHAPES = {
@@ -46,6 +47,7 @@ def measure(rounds: int, part: Part = ALL) -> Iterator[dict[str, Any]]:
 def contenders(setting: Setting) -> dict[str, Callable[[], Contender]]:
     n, batch, heads = (setting[key] for key in ("n", "batch", "heads"))
     left_out = {"reference"} | ({"xla"} if 4 * batch * heads * n * n > DENSE_BYTES else set())
+    left_out |= set() if setting["case"] in PATTERNS else {"blocks"}
     named = {f"longview {name}": partial(ours, setting, name) for name in IMPLEMENTATIONS if name not in left_out}
     return named | torch_attention.contenders(setting, partial(seen, setting), SOFT_CAP)
 

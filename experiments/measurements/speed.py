@@ -140,7 +140,7 @@ def compiled_bytes(step: jax.stages.Compiled) -> int:
 
 
 def compiled_torch(run: Callable, cotangent: Any, wanted: tuple, *args: Any) -> Contender:
-    """The same of torch's tensors, `wanted` being those that a gradient is asked for."""
+    """The same of torch's tensors, `wanted` being those that a gradient is asked for; compiled by its first call."""
     torch = cuda_torch()
 
     def forward():  # as in training: another mode would be compiled anew
@@ -149,6 +149,10 @@ def compiled_torch(run: Callable, cotangent: Any, wanted: tuple, *args: Any) -> 
     def gradient():
         return torch.autograd.grad(run(*args), wanted, cotangent)
 
+    start = time.perf_counter()
+    finish(gradient())
+    compile_s = time.perf_counter() - start
+
     def memory() -> dict[str, float]:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
@@ -156,7 +160,7 @@ def compiled_torch(run: Callable, cotangent: Any, wanted: tuple, *args: Any) -> 
         grads = gradient()
         torch.cuda.synchronize()
         outputs = sum(x.numel() * x.element_size() for x in grads)
-        return dict(temp_mib=(torch.cuda.max_memory_allocated() - before - outputs) / MIB)
+        return dict(temp_mib=(torch.cuda.max_memory_allocated() - before - outputs) / MIB, compile_s=compile_s)
 
     return forward, gradient, memory
 

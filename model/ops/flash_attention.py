@@ -18,7 +18,7 @@ from model.ops.flash_kernels import Shape, keys_kernel, out_kernel, queries_kern
 from model.ops.fused_state import launch
 from model.ops.mask import FULL, Band, Mask
 from model.ops.scores import Form, Operands
-from model.ops.tile_walk import Walk, tiles_met, walk
+from model.ops.tile_walk import Walk, averaged, in_parts, summed, tiles_met, walk
 from model.ops.tiled_attention import learned, pull_of_sinks
 
 Array = jax.Array
@@ -49,13 +49,12 @@ def per_token(x: Array | None) -> tuple[Array | None, pl.BlockSpec | None]:
     return x, pl.BlockSpec((None, x.shape[1]), lambda t, h, b: (0 if one else b, 0))
 
 
-def shared(form: Form, o: Operands, spans: Walk, met: Array | None, size: int) -> dict:
+def shared(form: Form, o: Operands, spans: Walk, met: Array | None) -> dict:
     """What all three kernels see: of the walk, and of the tokens but for their channels and levels."""
-    n = len(spans.spans)
     places = form.stretches == 1
     given = dict(
         spans=(jnp.asarray(spans.spans), pl.BlockSpec((None, 4), lambda t, h, b: (t, 0))),
-        first=(jnp.arange(n, dtype=jnp.int32) * size, pl.BlockSpec((None,), lambda t, h, b: (t,))),
+        tile=(jnp.asarray(spans.tiles()), pl.BlockSpec((None,), lambda t, h, b: (t,))),
         q_positions=per_token(None if places else o.q_positions),
         k_positions=per_token(None if places else o.k_positions),
         q_segments=per_token(o.q_segments),
@@ -65,18 +64,21 @@ def shared(form: Form, o: Operands, spans: Walk, met: Array | None, size: int) -
         given["listed"] = (jnp.asarray(spans.listed), pl.BlockSpec(spans.listed.shape, lambda t, h, b: (0,)))
     if met is not None:
         one = met.shape[0] == 1
-        given["met"] = (met, pl.BlockSpec((None, None, 2), lambda t, h, b: (0 if one else b, t, 0)))
+        given["met"] = (
+            met if spans.tile is None else met[:, spans.tile],
+            pl.BlockSpec((None, None, 2), lambda t, h, b: (0 if one else b, t, 0)),
+        )
     return given
 
 
 def by_query(form: Form, o: Operands, shape: Shape, M: int) -> tuple[Walk, dict]:
     """What the kernels see that have a tile of queries each."""
     (B, L, G, R, K), V = o.q.shape, o.v.shape[-1]
-    spans = walk(known(form), shape[:2], (L, o.k.shape[1]), M, by_key=False)
+    spans = in_parts(walk(known(form), shape[:2], (L, o.k.shape[1]), M, by_key=False))
     met = found(form, o, shape, by_key=False)
     head = pl.BlockSpec((None, None, L), lambda t, h, b: (b, h, 0))
-    given = shared(form, o, spans, met, shape.l) | dict(
-        q=(o.q.reshape(B, L, G * R, K), pl.BlockSpec((None, shape.l, None, K), lambda t, h, b: (b, t, h, 0))),
+    given = shared(form, o, spans, met) | dict(
+        q=(o.q.reshape(B, L, G * R, K), pl.BlockSpec((None, L, None, K), lambda t, h, b: (b, 0, h, 0))),
         k=(o.k, pl.BlockSpec((None, o.k.shape[1], None, K), lambda t, h, b: (b, 0, h // R, 0))),
         v=(o.v, pl.BlockSpec((None, o.k.shape[1], None, V), lambda t, h, b: (b, 0, h // R, 0))),
         sink=(None if o.sinks is None else o.sinks.reshape(-1), pl.BlockSpec((None,), lambda t, h, b: (h,))),
@@ -134,18 +136,26 @@ def forward(form: Form, M: int, interpret: bool, o: Operands) -> tuple[tuple[Arr
     (B, L, G, R, _), V = o.q.shape, o.v.shape[-1]
     H, shape = G * R, shapes(form, o)["out"]
     spans, given = by_query(form, o, shape, M)
+    P = len(spans.spans)
     made = [
-        (jax.ShapeDtypeStruct((B, L, H, V), o.v.dtype), pl.BlockSpec((None, shape.l, None, V), tile_of_head)),
-        (jax.ShapeDtypeStruct((B, H, L), jnp.float32), pl.BlockSpec((None, None, shape.l), lambda t, h, b: (b, h, t))),
+        (jax.ShapeDtypeStruct((B, P * shape.l, H, V), o.v.dtype), tile_seen_by(shape.l, V)),
+        (jax.ShapeDtypeStruct((B, H, P * shape.l), jnp.float32), numbers_seen_by(shape.l)),
     ]
     kernel = partial(out_kernel, form=form, shape=shape, spans=spans, M=M)
-    out, lse = launch(kernel, "flash_out", (L // shape.l, H, B), given, made, shape[2:], interpret)
+    out, lse = launch(kernel, "flash_out", (P, H, B), given, made, shape[2:], interpret)
+    out, lse = averaged(out, lse, spans, shape.l)
     out = out.reshape(B, L, G, R, V)
     return (out, jnp.swapaxes(lse, 1, 2).reshape(B, L, G, R)), (o, out, lse)
 
 
-def tile_of_head(t, h, b):
-    return b, t, h, 0
+def tile_seen_by(size: int, channels: int) -> pl.BlockSpec:
+    """A program's own of `[B, P size, H, channels]`."""
+    return pl.BlockSpec((None, size, None, channels), lambda t, h, b: (b, t, h, 0))
+
+
+def numbers_seen_by(size: int) -> pl.BlockSpec:
+    """A program's own of `[B, H, P size]`."""
+    return pl.BlockSpec((None, None, size), lambda t, h, b: (b, h, t))
 
 
 def backward(form: Form, M: int, interpret: bool, kept: Kept, grads: tuple[Array, Array]):
@@ -166,25 +176,28 @@ def queries_gradients(form, M, interpret, o, dy, lse, delta):
     (B, L, G, R, K), V = o.q.shape, o.v.shape[-1]
     H, shape = G * R, shapes(form, o)["queries"]
     spans, given = by_query(form, o, shape, M)
-    tile = pl.BlockSpec((None, None, shape.l), lambda t, h, b: (b, h, t))
+    head = pl.BlockSpec((None, None, L), lambda t, h, b: (b, h, 0))
     given |= dict(
-        dy=(dy.reshape(B, L, H, V), pl.BlockSpec((None, shape.l, None, V), tile_of_head)),
-        lse=(lse, tile),
-        delta=(delta, tile),
+        dy=(dy.reshape(B, L, H, V), pl.BlockSpec((None, L, None, V), lambda t, h, b: (b, 0, h, 0))),
+        lse=(lse, head),
+        delta=(delta, head),
     )
-    n = L // shape.l
-    made = [(jax.ShapeDtypeStruct((B, L, H, K), o.q.dtype), pl.BlockSpec((None, shape.l, None, K), tile_of_head))]
+    P = len(spans.spans)
+    made = [(jax.ShapeDtypeStruct((B, P * shape.l, H, K), o.q.dtype), tile_seen_by(shape.l, K))]
     if o.q_levels is not None:
-        made.append((jax.ShapeDtypeStruct((B, H, L), jnp.float32), tile))
+        made.append((jax.ShapeDtypeStruct((B, H, P * shape.l), jnp.float32), numbers_seen_by(shape.l)))
     names = sorted(o.bias) if form.bias is not None else []
     for several in (o.bias[name].shape[:-1] for name in names):
         one = pl.BlockSpec(
             (None, None, None, *several), lambda t, h, b, several=several: (b, h, t, *[0] * len(several))
         )
-        made.append((jax.ShapeDtypeStruct((B, H, n, *several), jnp.float32), one))
+        made.append((jax.ShapeDtypeStruct((B, H, P, *several), jnp.float32), one))
     kernel = partial(queries_kernel, form=form, shape=shape, spans=spans, M=M)
-    dq, *more = launch(kernel, "flash_queries", (n, H, B), given, made, shape[2:], interpret)
-    q_levels = tokens_first(more.pop(0), o.q_levels) if o.q_levels is not None else None
+    dq, *more = launch(kernel, "flash_queries", (P, H, B), given, made, shape[2:], interpret)
+    dq = summed(dq, spans, shape.l, axis=1)
+    q_levels = None
+    if o.q_levels is not None:
+        q_levels = tokens_first(summed(more.pop(0), spans, shape.l, axis=2), o.q_levels)
     d_bias = {name: jnp.sum(found, axis=(0, 2)).T for name, found in zip(names, more, strict=True)} or None
     return dq.reshape(o.q.shape), q_levels, d_bias
 
@@ -193,7 +206,7 @@ def keys_gradients(form, M, interpret, o, dy, lse, delta):
     """Gradients of keys, values, and the keys' levels."""
     B, L, G, R, _ = o.q.shape
     shape, N = shapes(form, o)["keys"], o.k.shape[1]
-    spans = walk(known(form), shape[:2], (L, N), M, by_key=True)
+    spans = in_parts(walk(known(form), shape[:2], (L, N), M, by_key=True))
     met = found(form, o, shape, by_key=True)
 
     def grouped(x: Array | None, size: int) -> tuple[Array | None, pl.BlockSpec]:
@@ -205,9 +218,9 @@ def keys_gradients(form, M, interpret, o, dy, lse, delta):
         return x, pl.BlockSpec((None, L, None, R, x.shape[-1]), lambda t, g, b: (b, 0, g, 0, 0))
 
     def keys(x: Array) -> tuple[Array, pl.BlockSpec]:
-        return x, pl.BlockSpec((None, shape.m, None, x.shape[-1]), lambda t, g, b: (b, t, g, 0))
+        return x, pl.BlockSpec((None, N, None, x.shape[-1]), lambda t, g, b: (b, 0, g, 0))
 
-    given = shared(form, o, spans, met, shape.m) | dict(
+    given = shared(form, o, spans, met) | dict(
         q=queries(o.q),
         dy=queries(dy),
         k=keys(o.k),
@@ -220,12 +233,17 @@ def keys_gradients(form, M, interpret, o, dy, lse, delta):
     if form.bias is not None:
         params = {name: x.reshape(*x.shape[:-1], G, R) for name, x in o.bias.items()}
         given["bias"] = (params, {name: group_of(x) for name, x in params.items()})
-    made = [(jax.ShapeDtypeStruct(x.shape, x.dtype), keys(x)[1]) for x in (o.k, o.v)]
+    P = len(spans.spans)
+    made = [
+        (jax.ShapeDtypeStruct((B, P * shape.m, G, x.shape[-1]), x.dtype), tile_seen_by(shape.m, x.shape[-1]))
+        for x in (o.k, o.v)
+    ]
     if o.k_levels is not None:
         tile = pl.BlockSpec((None, None, R, shape.m), lambda t, g, b: (b, g, 0, t))
-        made.append((jax.ShapeDtypeStruct((B, G, R, N), jnp.float32), tile))
+        made.append((jax.ShapeDtypeStruct((B, G, R, P * shape.m), jnp.float32), tile))
     kernel = partial(keys_kernel, form=form, shape=shape, spans=spans, M=M)
-    dk, dv, *more = launch(kernel, "flash_keys", (N // shape.m, G, B), given, made, shape[2:], interpret)
+    dk, dv, *more = launch(kernel, "flash_keys", (P, G, B), given, made, shape[2:], interpret)
+    dk, dv, *more = (summed(x, spans, shape.m, axis) for x, axis in zip((dk, dv, *more), (1, 1, 3), strict=False))
     return dk, dv, tokens_first(more[0].reshape(B, G * R, N), o.k_levels) if more else None
 
 

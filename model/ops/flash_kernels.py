@@ -70,6 +70,12 @@ class Side(NamedTuple):
     level: Array | None
 
 
+def own(see: Refs, size: int) -> tuple[Array, Any]:
+    """Where the program's own tile begins in the row, and its tokens."""
+    first = see["tile"][...] * size
+    return first, pl.ds(first, size)
+
+
 def side(see: Refs, name: str, first: Array, size: int, axis: int, head: tuple = ()) -> Side:
     """Of `size` queries (`name` q) or keys (k) from `first` on; `head`: which one, where a program sees several."""
     here = pl.ds(first, size)
@@ -150,10 +156,11 @@ def tile_seen(form: Form, shape: Shape, q: Side, k: Side, M: int) -> Array:
 
 
 def out_kernel(see: Refs, out, lse, *, form: Form, shape: Shape, spans: Walk, M: int):
-    """Of one head. q: [l, K]; k: [M, K]; v: [M, V]; out: [l, V]; lse: [l]."""
+    """Of one head. q: [L, K]; k: [M, K]; v: [M, V]; out: [l, V]; lse: [l]."""
     l, m = shape[:2]
-    q, bias = see["q"][...], params(see)
-    queries = side(see, "q", see["first"][...], l, axis=0)
+    first, here = own(see, l)
+    q, bias = see["q"][here, :], params(see)
+    queries = side(see, "q", first, l, axis=0)
 
     def add(j, masked, seen):
         top, total, sum_ = seen
@@ -169,8 +176,10 @@ def out_kernel(see: Refs, out, lse, *, form: Form, shape: Shape, spans: Walk, M:
         return higher, total * shrink + jnp.sum(weights, axis=1), sum_
 
     top, total = jnp.full(l, LOW, jnp.float32), jnp.zeros(l, jnp.float32)
-    if "sink" in see:  # a key that has been seen already, with a value of 0
-        top, total = jnp.full(l, 1.0, jnp.float32) * (see["sink"][...] * LOG2_E), total + 1
+    if "sink" in see:  # a key that has been seen already, with a value of 0, by one of a tile's parts
+        opens = pl.program_id(0) == see["tile"][...]
+        top = jnp.where(opens, jnp.full(l, 1.0, jnp.float32) * (see["sink"][...] * LOG2_E), top)
+        total = jnp.where(opens, total + 1, total)
     start = top, total, jnp.zeros(out.shape, jnp.float32)
     top, total, sum_ = over(see, spans, add, start)
     total = jnp.where(total > 0, total, 1)
@@ -189,11 +198,12 @@ def score_gradients(form, scores, capped, lse, delta, d_weights, seen):
 
 
 def queries_kernel(see: Refs, dq, *more, form: Form, shape: Shape, spans: Walk, M: int):
-    """Of one head. As `out_kernel`, with dy: [l, V]; lse, delta: [l]. `more`: of the queries' levels, of the bias."""
+    """Of one head. As `out_kernel`, with dy: [L, V]; lse, delta: [L]. `more`: of the queries' levels, of the bias."""
     l, m = shape[:2]
-    q, dy, bias = see["q"][...], see["dy"][...], params(see)
-    lse, delta = see["lse"][...][:, None], see["delta"][...][:, None]
-    queries = side(see, "q", see["first"][...], l, axis=0)
+    first, here = own(see, l)
+    q, dy, bias = see["q"][here, :], see["dy"][here, :], params(see)
+    lse, delta = see["lse"][here][:, None], see["delta"][here][:, None]
+    queries = side(see, "q", first, l, axis=0)
 
     def add(j, masked, carry):
         sum_, d_level, d_bias = carry
@@ -223,10 +233,10 @@ def queries_kernel(see: Refs, dq, *more, form: Form, shape: Shape, spans: Walk, 
 
 
 def keys_kernel(see: Refs, dk, dv, *more, form: Form, shape: Shape, spans: Walk, M: int):
-    """Of one key-value head. q: [L, R, K]; dy: [L, R, V]; lse, delta: [R, L]; k: [m, K]; v: [m, V]."""
+    """Of one key-value head. q: [L, R, K]; dy: [L, R, V]; lse, delta: [R, L]; k: [M, K]; v: [M, V]."""
     l, m = shape[:2]
-    k, v = see["k"][...], see["v"][...]
-    first = see["first"][...]
+    first, here = own(see, m)
+    k, v = see["k"][here, :], see["v"][here, :]
     R = see["q"].shape[1]
 
     def of_head(r, carry):

@@ -1,5 +1,7 @@
 """Which tiles of queries and keys meet in a flash attention kernel: those that are skipped cost nothing."""
 
+import math
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,10 +16,54 @@ Array = jax.Array
 
 
 class Walk(NamedTuple):
-    """The tiles that each of n tiles meets, in order: a..b to be masked, b..c seen whole, c..d to be masked."""
+    """The tiles that each of n tiles meets, in order: a..b to be masked, b..c seen whole, c..d to be masked.
 
-    spans: np.ndarray  # [n, 4] int32: a, b, c, d
+    A tile that meets far more than others, as global tokens do, is walked in parts side by side: the first in the
+    tile's own place, the others behind the n tiles.
+    """
+
+    spans: np.ndarray  # [P, 4] int32: a, b, c, d
     listed: np.ndarray | None = None  # [T] int32: the tile at each place of the order; None: the place itself
+    tile: np.ndarray | None = None  # [P] int32: whose part it is; None: each is a tile's whole walk
+
+    def tiles(self) -> np.ndarray:
+        """The tile of each part."""
+        return np.arange(len(self.spans), dtype=np.int32) if self.tile is None else self.tile
+
+
+MOST = 4  # times as many tiles as the mean that one part meets
+LEAST = 16  # tiles that are not worth parting
+
+
+def in_parts(walk: Walk) -> Walk:
+    """The same, none of whose parts is far longer than the mean, but for a last one that is empty."""
+    a, d = walk.spans[:, 0], walk.spans[:, 3]
+    most = max(LEAST, MOST * math.ceil(np.mean(d - a)))
+    more = np.maximum(-((a - d) // most), 1) - 1  # parts of each tile beside its first
+    if not more.any():
+        return walk
+    tile = np.concatenate([np.arange(len(a)), np.repeat(np.arange(len(a)), more), [0]])
+    nth = np.concatenate([np.zeros(len(a), int), *(1 + np.arange(k) for k in more[more > 0]), [0]])
+    first = a[tile] + nth * most
+    parts = np.clip(walk.spans[tile], first[:, None], first[:, None] + most)
+    parts[-1] = 0
+    return Walk(parts.astype(np.int32), walk.listed, tile.astype(np.int32))
+
+
+def long_tiles(walk: Walk) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Tiles that are walked in parts, `[T]`, and the places of these, `[T, C]`; those of about as many parts together.
+
+    Where a tile has fewer than C, the empty part stands for the others.
+    """
+    empty = len(walk.tile) - 1
+    counts = np.bincount(walk.tile[:empty])
+    behind = len(counts) + np.cumsum(counts - 1) - (counts - 1)  # where a tile's other parts begin
+    widths = np.where(counts > 1, 2 ** np.ceil(np.log2(counts)), 0).astype(int)
+    for C in sorted(set(widths) - {0}):
+        tiles = np.flatnonzero(widths == C)
+        nth = np.arange(1, C)
+        others = np.where(nth < counts[tiles, None], behind[tiles, None] + nth - 1, empty)
+        yield tiles, np.concatenate([tiles[:, None], others], axis=1)
 
 
 def walk(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int], M: int, by_key: bool) -> Walk:
@@ -102,3 +148,42 @@ def tiles_met(o: Operands, tile: tuple[int, int], mask: Mask | None, by_key: boo
     place = jnp.arange(meet.shape[-1], dtype=jnp.int32)
     first = jnp.min(jnp.where(meet, place, meet.shape[-1]), axis=-1)
     return jnp.stack([first, jnp.max(jnp.where(meet, place + 1, 0), axis=-1)], axis=-1)
+
+
+def summed(x: Array, walk: Walk, size: int, axis: int) -> Array:
+    """What the parts' programs made for `size` tokens each, along an axis, as sums of whole tiles."""
+    if walk.tile is None:
+        return x
+    return of_tiles((x,), walk, size, (axis,), lambda x: (jnp.sum(x, axis=axis + 1, dtype=jnp.float32),))[0]
+
+
+def averaged(out: Array, lse: Array, walk: Walk, size: int) -> tuple[Array, Array]:
+    """Outputs `[B, L, H, V]` of parts, and their log-sum-exp `[B, H, L]`, as those of whole tiles."""
+    if walk.tile is None:
+        return out, lse
+
+    def joined(out: Array, lse: Array) -> tuple[Array, Array]:
+        """out: [B, T, C, l, H, V]; lse: [B, H, T, C, l]."""
+        whole = jax.nn.logsumexp(lse, axis=3)
+        share = jnp.exp(lse - whole[:, :, :, None])
+        return jnp.einsum("btclhv,bhtcl->btlhv", out.astype(jnp.float32), share), whole
+
+    return of_tiles((out, lse), walk, size, (1, 2), joined)
+
+
+def of_tiles(
+    made: tuple[Array, ...], walk: Walk, size: int, axes: tuple[int, ...], join: Callable
+) -> tuple[Array, ...]:
+    """What parts made, of whole tiles: `join` takes `[..., T, C, size, ...]` of T tiles in C parts each."""
+    n = walk.tile.max() + 1
+    parts = [x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]) for x, axis in zip(made, axes, strict=True)]
+    whole = [jax.lax.slice_in_dim(x, 0, n, axis=axis) for x, axis in zip(parts, axes, strict=True)]
+    for tiles, places in long_tiles(walk):
+        found = join(*(jnp.take(x, places, axis=axis) for x, axis in zip(parts, axes, strict=True)))
+        for i, (x, axis) in enumerate(zip(found, axes, strict=True)):
+            at = (slice(None),) * axis + (tiles,)
+            whole[i] = whole[i].at[at].set(x.astype(whole[i].dtype), unique_indices=True, indices_are_sorted=True)
+    return tuple(
+        x.reshape(*like.shape[:axis], -1, *like.shape[axis + 1 :])
+        for x, like, axis in zip(whole, made, axes, strict=True)
+    )

@@ -27,7 +27,7 @@ Array = jax.Array
 def shapes(form: Form, o: Operands) -> dict[str, Shape]:
     """The best of those tried on an H200; older chips have less room for the stages' tiles.
 
-    Tiles are no larger than the blocks of a pattern.
+    Tiles are no larger than the blocks of a pattern, and those of no more than 64 rows have work for four warps.
     """
     if o.q.dtype.itemsize == 4:
         made = dict(out=Shape(64, 32, 4, 2), queries=Shape(64, 32, 4, 1), keys=Shape(32, 64, 4, 1))
@@ -38,7 +38,12 @@ def shapes(form: Form, o: Operands) -> dict[str, Shape]:
     if (grain := form.mask.grain()) is None:
         return made
     most = grain & -grain  # the largest power of two that divides it
-    return {name: shape._replace(l=min(shape.l, most), m=min(shape.m, most)) for name, shape in made.items()}
+    return {name: within(shape, most) for name, shape in made.items()}
+
+
+def within(shape: Shape, most: int) -> Shape:
+    small = shape._replace(l=min(shape.l, most), m=min(shape.m, most))
+    return small if small == shape else small._replace(warps=4, stages=2)
 
 
 def per_token(x: Array | None) -> tuple[Array | None, pl.BlockSpec | None]:

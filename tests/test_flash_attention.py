@@ -105,11 +105,12 @@ def test_it_is_the_definition(call):
         np.testing.assert_allclose(found[name], want, atol=2e-5 * (1 + np.abs(want).max()), err_msg=name)
 
 
+BLOCKS = CAUSAL & BigBird(16, first=1, near=1, random=1, seed=0)
 PARTED = {
     "bidirectional": {"mask": FULL & BigBird(16, first=1, near=1, random=1, seed=0)},
     "sinks": {"sinks": True},
     "prefix": {"mask": CAUSAL & window(33) | Prefix(17), "levels": True, "bias": KerpleLog()},
-    "packed": {**PACKED, "mask": CAUSAL & BigBird(16, first=1, near=1, random=1, seed=0), "soft_cap": 2.0},
+    "packed": {**PACKED, "mask": BLOCKS, "soft_cap": 2.0},
 }
 
 
@@ -131,10 +132,13 @@ def met(spans: Walk, others: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 MASKS = [CAUSAL, FULL, CAUSAL & window(33), Band(2, 70), Band(100, 5), CAUSAL | Prefix(17), Chunk(40), Columns(7, 2, 0)]
+GAP = CAUSAL & Table(16, ("100", "010", "101"))  # a block between those that are met is not
+MASKED_BETWEEN = CAUSAL | Table(16, ("010", "101", "010"))  # a block between those that are seen whole is not
+MASKS += [BLOCKS, GAP, MASKED_BETWEEN]
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("tile", [(32, 16), (16, 64)], ids=str)
+@pytest.mark.parametrize("tile", [(32, 16), (16, 64), (16, 16)], ids=str)
 @pytest.mark.parametrize("by_key", [False, True])
 def test_tiles_that_meet_are_visited_and_no_others(mask: Mask, tile, by_key):
     (l, m), n, M = tile, 192, 150  # so many keys are there
@@ -149,6 +153,12 @@ def test_tiles_that_meet_are_visited_and_no_others(mask: Mask, tile, by_key):
     assert not (whole & ~every).any()
     if mask.band() is not None:
         assert (whole == every).all()
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_only_patterns_with_gaps_are_listed(by_key):
+    found = {mask: walk(mask, (16, 16), (160, 160), 150, by_key).listed is not None for mask in (*MASKS, Prefix(100))}
+    assert [mask for mask, listed in found.items() if listed] == [BLOCKS, GAP, MASKED_BETWEEN]
 
 
 @pytest.mark.parametrize("by_key", [False, True])

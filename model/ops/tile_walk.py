@@ -13,6 +13,7 @@ from model.ops.mask import Mask
 from model.ops.scores import Operands
 
 Array = jax.Array
+FAR = 2**30  # farther than any position, document or tile
 
 
 class Walk(NamedTuple):
@@ -80,10 +81,30 @@ def walk(mask: Mask, tile: tuple[int, int], lengths: tuple[int, int], M: int, by
     i, j, whole = meetings(mask, tile, (n, n_keys))
     whole = whole & (j < M // m)
     own, other, n = (j, i, n_keys) if by_key else (i, j, n)
+    if (spans := without_gaps(own, other, whole, n)) is not None:
+        return Walk(spans)
     order = np.lexsort((other, ~whole, own))
     met, seen_whole = (np.bincount(own[some], minlength=n) for some in (slice(None), whole))
     first = np.cumsum(met) - met
     return Walk(np.stack([first, first, first + seen_whole, first + met], axis=1).astype(np.int32), other[order])
+
+
+def without_gaps(own: np.ndarray, other: np.ndarray, whole: np.ndarray, n: int) -> np.ndarray | None:
+    """The spans of n tiles that meet all others from the first to the last, as of a prefix; None if not all do."""
+
+    def stretch(own: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, bool]:
+        first, end = np.full(n, FAR), np.zeros(n, int)
+        np.minimum.at(first, own, other)
+        np.maximum.at(end, own, other + 1)
+        first = np.minimum(first, end)
+        return first, end, bool((end - first == np.bincount(own, minlength=n)).all())
+
+    a, d, met = stretch(own, other)
+    b, c, seen_whole = stretch(own[whole], other[whole])
+    if not (met and seen_whole):
+        return None
+    none = b == c
+    return np.stack([a, np.where(none, a, b), np.where(none, a, c), d], axis=1).astype(np.int32)
 
 
 STRIP = 2**24  # pairs of tiles that are looked at at once
@@ -118,9 +139,6 @@ def along(back: int | None, ahead: int | None, n: int, n_others: int, l: int, m:
     b = np.clip(b, a, d)
     c = np.where(np.arange(n) < rows, np.clip(c, b, d), b)
     return Walk(np.stack([a, b, c, d], axis=1).astype(np.int32))
-
-
-FAR = 2**30  # farther than any position or document
 
 
 def tiles_met(o: Operands, tile: tuple[int, int], mask: Mask | None, by_key: bool) -> Array:

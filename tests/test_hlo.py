@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from tests.host_mesh import mesh_of
-from train import hlo, roofline
+from train import hlo, roofline, windows
 from train.compile_only import partitioned
 
 ROWS, WIDTH, LAYERS, ROUNDS = 4, 16, 5, 3
@@ -166,3 +166,69 @@ def test_programs_of_accelerators_are_read():
     found = hlo.work(TEXT)
     assert (found.flops, found.kernels, found.open_loops) == (7 * 2 * 8 * 16 * 32, 1, 0)
     assert found.collectives == (hlo.Collective("all-gather", (0, 1, 2, 3), size=7 * 2 * 16 * 32, count=7),)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("given", "kernel", "made", "told", "multiplied"),
+    [
+        # Eight products of 32 x 8 by 8 x 32, and twelve heads that read 64 channels each of 96 tokens.
+        ([2, 4, 32, 8], [2, 4, 32, 8], [2, 4, 32, 32], "stride=1x3 lhs_dilate=2x4:01bf_01oi->01bf", 8 * 32 * 32 * 8),
+        ([96, 768, 1], [12, 768, 64], [96, 12, 64], "pad=11_11 rhs_reversal=1:bf0_0io->b0f", 96 * 768 * 12 * 64),
+        ([96, 12, 64], [12, 64, 768], [96, 768, 1], ":b0f_0io->bf0", 96 * 12 * 64 * 768),
+        # Three numbers around each of 10, beside which nothing is; one of two of them; and what batches sum up.
+        ([1, 10, 4], [3, 4, 5], [1, 10, 5], "pad=1_1:b0f_0io->b0f", 28 * 4 * 5),
+        ([1, 10, 4], [3, 4, 5], [1, 5, 5], "stride=2 pad=0_1:b0f_0io->b0f", 14 * 4 * 5),
+        ([1, 10, 4], [3, 4, 5], [1, 7, 5], "rhs_dilate=2 pad=1_0:b0f_0io->b0f", 20 * 4 * 5),
+        ([6, 4], [4, 5], [6, 5], ":bf_io->bf", 6 * 4 * 5),
+    ],
+)
+def test_a_window_multiplies_what_lies_in_it(given, kernel, made, told, multiplied):
+    window, _, labels = told.partition(":")
+    text = f", window={{size=0x0 {window}}}, dim_labels={labels}"
+    assert windows.multiplied(text, given, kernel, made) == multiplied
+
+
+# What a runtime carries between two slices of four: each half of an exchange is told apart.
+SLICED = """
+ENTRY %main (a: f32[8,16], b: f32[4,16]) -> f32[8,16] {
+  %a = f32[8,16]{1,0:T(8,128)} parameter(0)
+  %b = f32[4,16]{1,0:T(8,128)} parameter(1)
+  %t = token[] after-all()
+  %s.1 = (f32[8,16]{1,0:T(8,128)}, u32[], token[]) send(%a, %t), channel_id=1, is_host_transfer=true, TO="ALL_REDUCE"}
+  %r.1 = (f32[8,16]{1,0:T(8,128)}, u32[], token[]) recv(%t), channel_id=2, is_host_transfer=true, TO="ALL_REDUCE"}
+  %s.2 = (f32[8,16]{1,0}, u32[], token[]) send(%a, %t), channel_id=3, is_host_transfer=true, TO="REDUCE_SCATTER"}
+  %r.2 = (f32[4,16]{1,0}, u32[], token[]) recv(%t), channel_id=4, is_host_transfer=true, TO="REDUCE_SCATTER"}
+  %s.3 = (f32[4,16]{1,0}, u32[], token[]) send(%b, %t), channel_id=5, is_host_transfer=true, TO="ONE_TO_ONE"}
+  %r.3 = (f32[4,16]{1,0}, u32[], token[]) recv(%t), channel_id=6, is_host_transfer=true, TO="ONE_TO_ONE"}
+  %s.4 = (f32[4,16]{1,0}, u32[], token[]) send(%b, %t), channel_id=7
+  ROOT %g = f32[8,16]{1,0} all-gather(%b), channel_id=8, replica_groups={{0,1,2,3}}, dimensions={0}
+}
+""".replace("TO=", "frontend_attributes={_xla_megascale_transfer_type=")
+
+
+@pytest.mark.quick
+def test_what_goes_between_slices_is_read():
+    found = {each.kind: each for each in hlo.work(SLICED).collectives}
+    assert found.pop("all-gather") == hlo.Collective("all-gather", (0, 1, 2, 3), 8 * 16 * 4, 1)
+    assert all(each.slices and each.count == 1 for each in found.values())
+    assert {kind: each.size for kind, each in found.items()} == {
+        "all-reduce": 8 * 16 * 4,
+        "reduce-scatter": 8 * 16 * 4,
+        "collective-permute": 4 * 16 * 4,
+    }
+    received = {kind: roofline.received(each, MESH, 2) for kind, each in found.items()}
+    assert received == {"all-reduce": (0, 512), "reduce-scatter": (0, 256), "collective-permute": (0, 256)}
+    assert roofline.axes_between(MESH, 2) == ("data",)
+
+
+@pytest.mark.quick
+def test_what_is_known_of_a_kernel_counts():
+    known = {("k", ((8, 16),)): 1000.0}
+    found, sealed = hlo.work(TEXT, known), hlo.work(TEXT)
+    assert (found.flops - sealed.flops, found.kernels, sealed.kernels) == (1000, 0, 1)
+    assert (
+        found.moved
+        == sealed.moved
+        == hlo.work(TEXT.replace("tpu_custom_call", "AllocateBuffer")).moved + 2 * 8 * 16 * 2
+    )

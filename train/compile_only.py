@@ -15,7 +15,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,24 @@ from ml_collections import ConfigDict
 from data import pipeline
 from model.entries import entry
 from model.paths import by_path
-from train import hlo, roofline
+from train import hlo, kernels, roofline
 from train.chips import GIB, Topology
+from train.kernels import Call
 from train.run import Run, prepare
 from train.sharding import standing_for
 
 Row = dict[str, Any]
 ROOM = 0.95  # of a chip's memory; the rest is the runtime's and lost between arrays
+# Lets the TPU's compiler start on a machine that has none: it asks nobody where it is, and as no chip is taken, several
+# processes may have it at once. Which host and chip it is told of does not matter, but it complains if it is not.
+WITHOUT_TPUS = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+}
+NO_ROOM = re.compile(r"Ran out of memory [^\n]*\bHBM\b[^\n]*", re.IGNORECASE)
+RESERVED = re.compile(r"Memory Space: default [^\n]*\nTotal bytes: (\d+)")
 LOWERED_FOR = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
 # How fast a program runs here is of no interest, only what a device does and holds. Barriers, by which layers made anew
 # for the backward pass wait for their turn, a CPU's compiler drops before it decides what comes when; here they count.
@@ -57,6 +68,7 @@ class Compiled:
     output_bytes: int  # of those that do not take an argument's place
     temporary_bytes: int
     seconds: float
+    kernels: Mapping[Call, float]  # operations of a call of each, where they are known
 
     @property
     def memory(self) -> int:
@@ -71,21 +83,24 @@ def measure(config: ConfigDict, *topologies: Topology) -> list[Row]:
     rows, here = [], None
     for topology in topologies:
         devices, why = devices_of(topology)
-        row: Row = {"topology": str(topology), "chips": topology.chips, "why": why}
-        if why:
+        run, compiled, no_room = prepare(config, devices=devices), None, ""
+        if devices is not None:
+            compiled, no_room = compiled_natively(run)
+        row: Row = {"topology": str(topology), "chips": topology.chips, "why": why or no_room}
+        if row["why"]:
             row["lowered_for"], row["lower_s"] = lowered_for(config, topology)
-        run = prepare(config, devices=devices)
-        if devices is None:
+        if compiled is None:
+            run = prepare(config)
             compiled = here = here or compiled_here(run)
-        else:
-            compiled = compiled_natively(run)
-        rows.append(row | figures(run, topology, compiled))
+        row |= figures(run, topology, compiled)
+        rows.append(row | {"fits": row["fits"] and not no_room})
     return rows
 
 
 def play_devices(topology: Topology) -> None:
     """Lets the CPU play as many devices as the topology has; before JAX has looked for any."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    for name, value in WITHOUT_TPUS.items():
+        os.environ.setdefault(name, value)
     jax.config.update("jax_platforms", "cpu")
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags)
@@ -100,9 +115,11 @@ def devices_of(topology: Topology) -> tuple[Sequence[Any] | None, str]:
         return None, "a GPU's compiler needs the GPU"
     if importlib.util.find_spec("libtpu") is None:
         return None, 'the TPU compiler is not installed (pip install "jax[tpu]", on x86 Linux)'
-    slices = {"num_slices": topology.slices} if topology.slices > 1 else {}
+    asked: dict[str, Any] = {"num_slices": topology.slices} if topology.slices > 1 else {}
+    if topology.each == 1:  # hosts have four otherwise
+        asked["chips_per_host_bounds"] = (1, 1, 1)
     try:
-        found = topologies.get_topology_desc(f"{topology.name}:{topology.shape}", "tpu", **slices)
+        found = topologies.get_topology_desc(f"{topology.name}:{topology.shape}", "tpu", **asked)
     except Exception as error:  # of whatever kind: the plugin's own
         return None, f"the TPU compiler does not start ({str(error).splitlines()[0][:120]})"
     return found.devices, ""
@@ -130,10 +147,21 @@ def lowered_for(config: ConfigDict, topology: Topology) -> tuple[str, float]:
     return LOWERED_FOR[chip.platform], time.monotonic() - start
 
 
-def compiled_natively(run: Run) -> Compiled:
+def compiled_natively(run: Run) -> tuple[Compiled | None, str]:
+    """By the compiler of the run's devices; nothing where that finds no room in their memory, and its word."""
     start = time.monotonic()
-    step = run.train_step.lower(run.abstract, abstract_batch(run)).compile()
-    return told("the TPU's", step, step.as_text(), time.monotonic() - start)
+    traced = run.train_step.trace(run.abstract, abstract_batch(run))
+    try:
+        step, dumped = dumping(traced.lower(), {}, "*memory-usage-report.txt")
+    except jax.errors.JaxRuntimeError as error:
+        if found := NO_ROOM.search(str(error)):
+            return None, f"the TPU compiler finds no room ({found[0].rstrip('. ')[:120]})"
+        raise
+    made = told("the TPU's", step, step.as_text(), time.monotonic() - start)
+    if reserved := RESERVED.search(dumped):  # in this memory; its statistics have more as temporary, of others too
+        temporary = int(reserved[1]) - made.argument_bytes - made.output_bytes
+        made = dataclasses.replace(made, temporary_bytes=max(temporary, 0))
+    return dataclasses.replace(made, kernels=kernels.told(traced.jaxpr.jaxpr)), ""
 
 
 def compiled_here(run: Run) -> Compiled:
@@ -144,23 +172,30 @@ def compiled_here(run: Run) -> Compiled:
 
 def partitioned(lowered: Any) -> tuple[Any, str]:
     """Compiled by the CPU's compiler, and its program for one device before bfloat16 is widened, as a CPU needs it."""
+    options = ESTIMATED | {"xla_dump_hlo_pass_re": "spmd-partitioning"}
+    step, text = dumping(lowered, options, "*after_spmd-partitioning*.txt")
+    return step, text or step.as_text()
+
+
+def dumping(lowered: Any, options: Mapping[str, Any], name: str) -> tuple[Any, str]:
+    """Compiled, and what the compiler has written meanwhile into files of such a name: the last, if there is any."""
     with tempfile.TemporaryDirectory() as folder:
-        dumped = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd-partitioning", "xla_dump_hlo_as_text": True}
-        step = lowered.compile(compiler_options=ESTIMATED | dumped)
-        after = sorted(Path(folder).glob("*after_spmd-partitioning*.txt"))
-        return step, after[-1].read_text() if after else step.as_text()
+        dumped = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        step = lowered.compile(compiler_options={**options, **dumped})
+        found = sorted(Path(folder).glob(name))
+        return step, found[-1].read_text() if found else ""
 
 
 def told(compiler: str, step: Any, text: str, seconds: float) -> Compiled:
     m = step.memory_analysis()
     outputs = m.output_size_in_bytes - m.alias_size_in_bytes
-    return Compiled(compiler, text, m.argument_size_in_bytes, outputs, m.temp_size_in_bytes, seconds)
+    return Compiled(compiler, text, m.argument_size_in_bytes, outputs, m.temp_size_in_bytes, seconds, {})
 
 
 def figures(run: Run, topology: Topology, compiled: Compiled) -> Row:
     """All that follows from a program and the chip it is for."""
     c, chip, mesh = run.config, topology.chip, dict(run.mesh.shape)
-    work = hlo.work(compiled.text)
+    work = hlo.work(compiled.text, compiled.kernels)
     tokens = c.batch_size * max(run.objective.lengths)
     row: Row = {
         "mesh": {axis: n for axis, n in mesh.items() if n > 1},
@@ -192,7 +227,8 @@ def collectives(work: hlo.Work, mesh: dict[str, int], slices: int) -> list[Row]:
     """By kind and mesh axes: how many, and what they bring to a device."""
     found: dict[tuple[str, str], Row] = {}
     for each in work.collectives:
-        axes = "+".join(roofline.axes_of(each.group, mesh)) or "none"
+        lie = roofline.axes_between(mesh, slices) if each.slices else roofline.axes_of(each.group, mesh)
+        axes = "+".join(lie) or "none"
         row = found.setdefault((each.kind, axes), dict(kind=each.kind, axes=axes, count=0, bytes=0.0, far_bytes=0.0))
         near, far = roofline.received(each, mesh, slices)
         row["count"] += each.count

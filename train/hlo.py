@@ -9,8 +9,13 @@ import dataclasses
 import math
 import re
 from collections import Counter, defaultdict
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
+
+from train.kernels import Call
+from train.windows import multiplied
 
 BYTES = {"pred": 1, "s4": 0.5, "u4": 0.5, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16}
 BYTES |= {f"{kind}{bits}": bits // 8 for kind in "su" for bits in (8, 16, 32, 64)}
@@ -20,6 +25,8 @@ LINE = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*)")
 HEADER = re.compile(r"\s*(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
 OPCODE = re.compile(r"\s*([\w\-]+)\(")
 TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
+TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+FAR = {kind.replace("-", "_").upper(): kind for kind in COLLECTIVES}  # as the runtime names them
 KERNELS = ("tpu_custom_call", "__cudnn", "triton", "mosaic")
 
 Shape = tuple[str, tuple[int, ...]]
@@ -53,6 +60,7 @@ class Collective:
     group: tuple[int, ...]  # the devices of its first group, by their place in the mesh; of a permute, a pair
     size: float  # bytes a device ends up with, or for a reduce-scatter begins with; of all rounds together
     count: int  # rounds
+    slices: bool = False  # of devices that lie alike in each slice, one there: the group is empty
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,9 +179,9 @@ def product(each: Instruction, inside: Computation) -> float:
         summed = [left[1][int(dim)] for dim in filter(None, dims[1].split(","))] if dims else []
         return 2.0 * numbers(each.shapes[0]) * math.prod(summed)
     if each.opcode == "convolution":
-        kernel = inside.instructions[each.operands[1]].shapes[0]
-        labels = re.search(r"dim_labels=\w+_(\w+)->", each.text)[1]
-        return 2.0 * numbers(each.shapes[0]) * numbers(kernel) / max(kernel[1][labels.index("o")], 1)
+        return 2.0 * multiplied(
+            each.text, *(inside.instructions[name].shapes[0][1] for name in each.operands), each.shapes[0][1]
+        )
     if each.opcode == "fft":
         lengths = re.search(r"fft_length=\{([\d,]*)\}", each.text)[1]
         n = math.prod(map(int, lengths.split(",")))
@@ -247,17 +255,28 @@ def plain(each: Computation) -> bool:
     )
 
 
-def work(text: str) -> Work:
-    """What the program of one device does, loops gone round."""
+def between_slices(each: Instruction) -> tuple[str, float]:
+    """Of what the runtime carries between slices its kind and bytes; nothing for any other transfer.
+
+    Each has two halves. The one that receives has the result; of what is scattered, the one that sends has the whole.
+    """
+    found = TRANSFER.search(each.text)
+    kind = FAR.get(found[1], "collective-permute") if found else ""
+    half = "send" if kind == "reduce-scatter" else "recv"
+    return (kind, size(each.shapes[:1])) if kind and each.opcode == half else ("", 0.0)
+
+
+def work(text: str, kernels: Mapping[Call, float] = MappingProxyType({})) -> Work:
+    """What the program of one device does, loops gone round; kernels: the operations of those that are known."""
     computations, entry = parse(text)
     flops = moved = 0.0
-    kernels = open_loops = 0
+    sealed = open_loops = 0
     sizes: Counter = Counter()
     counts: Counter = Counter()
     held = frozenset(name for name, each in computations.items() if plain(each))  # loops that a kernel could be
 
     def visit(name: str, times: float, depth: int, fused: bool) -> None:
-        nonlocal flops, moved, kernels, open_loops
+        nonlocal flops, moved, sealed, open_loops
         inside = computations[name]
         by = users(inside)
         for each in inside.instructions.values():
@@ -278,7 +297,19 @@ def work(text: str) -> Work:
                 for inner in called(each, "to_apply") + called(each, "calls"):
                     visit(inner, times, depth, fused)
             elif each.opcode == "custom-call":
-                kernels += round(times) * any(kernel in each.text for kernel in KERNELS)
+                if not any(kernel in each.text for kernel in KERNELS):
+                    continue
+                known = kernels.get((each.name.partition(".")[0], tuple(dims for _, dims in each.shapes)))
+                flops += times * (known or 0.0)
+                sealed += round(times) * (known is None)
+                moved += times * (
+                    size(each.shapes) + sum(size(inside.instructions[name].shapes) for name in each.operands)
+                )
+            elif each.opcode in ("send", "recv"):
+                kind, brought = between_slices(each)
+                if kind:
+                    sizes[kind, None] += times * brought
+                    counts[kind, None] += times
             elif (kind := each.opcode.removesuffix("-start")) in COLLECTIVES:
                 taken = sum((inside.instructions[name].shapes for name in each.operands), ())
                 made = each.shapes
@@ -298,5 +329,8 @@ def work(text: str) -> Work:
                     moved += times * (size(each.shapes) + sum(map(size, operands)))
 
     visit(entry, 1, 0, False)
-    found = (Collective(kind, group, sizes[kind, group], round(n)) for (kind, group), n in counts.items())
-    return Work(flops, moved, tuple(sorted(found, key=lambda each: -each.size)), kernels, open_loops)
+    found = (
+        Collective(kind, group or (), sizes[kind, group], round(n), slices=group is None)
+        for (kind, group), n in counts.items()
+    )
+    return Work(flops, moved, tuple(sorted(found, key=lambda each: -each.size)), sealed, open_loops)

@@ -54,7 +54,7 @@ def times(work: Work, state_bytes: float, chip: Chip, mesh: Mapping[str, int], s
 def received(each: Collective, mesh: Mapping[str, int], slices: int) -> tuple[float, float]:
     """Bytes that a device receives from its own slice and from others."""
     group = each.group or range(math.prod(mesh.values()))
-    g, s = len(group), len(set(slice_of(group, mesh, slices)))
+    g, s = (slices, slices) if each.slices else (len(group), len(set(slice_of(group, mesh, slices))))
     w = g / s
     if each.kind == "collective-permute":
         return (each.size, 0.0) if s == 1 else (0.0, each.size)
@@ -70,6 +70,12 @@ def slice_of(places: Sequence[int], mesh: Mapping[str, int], slices: int) -> lis
     across, within = over_slices(shape, slices)
     at = np.asarray(np.unravel_index(np.asarray(places, int), shape))
     return list(np.ravel_multi_index(tuple(at // np.asarray(within)[:, None]), across))
+
+
+def axes_between(mesh: Mapping[str, int], slices: int) -> tuple[str, ...]:
+    """The mesh axes that lie across slices."""
+    across, _ = over_slices(list(mesh.values()), slices)
+    return tuple(axis for axis, n in zip(mesh, across, strict=True) if n > 1)
 
 
 def axes_of(group: Sequence[int], mesh: Mapping[str, int]) -> tuple[str, ...]:

@@ -3,10 +3,10 @@
     python -m train --config=configs/pods.py:arch=mamba2,size=1b3,target=v5e-256 --compile_only --topology=v5e:16x16
 
 Nothing is allocated: the step is traced on shapes, with the shardings it trains with. TPU programs are compiled by the
-TPU's compiler where `pip install "jax[tpu]"` has brought it. Where it is not to be had, and for GPUs, the step is
-lowered for the chip, which finds what the chip cannot do, and the figures are those of the CPU's compiler, which
-partitions the same step over as many devices: its collectives are those of the partitioner that all platforms share,
-its memory is an estimate, with plain XLA in the place of kernels.
+TPU's compiler where `pip install "jax[tpu]"` has brought it. Where it is not to be had, or finds no room, and for GPUs,
+the step is lowered for the chip, which finds what the chip cannot do, and the figures are those of the CPU's compiler,
+which partitions the same step over as many devices: its collectives are those of the partitioner that all platforms
+share, its memory is an estimate, with plain XLA in the place of kernels.
 """
 
 import dataclasses

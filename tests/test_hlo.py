@@ -232,3 +232,21 @@ def test_what_is_known_of_a_kernel_counts():
         == sealed.moved
         == hlo.work(TEXT.replace("tpu_custom_call", "AllocateBuffer")).moved + 2 * 8 * 16 * 2
     )
+
+
+GROUPED = """
+ENTRY %main (a: bf16[64,16], b: bf16[4,16,32], n: s32[4]) -> bf16[64,32] {
+  %a = bf16[64,16]{1,0:T(8,128)(2,1)} parameter(0)
+  %b = bf16[4,16,32]{2,1,0:T(8,128)(2,1)} parameter(1)
+  %n = s32[4]{0:T(128)} parameter(2)
+  %ragged-dot-metadata = (s32[5]{0:T(128)}) custom-call(%n), custom_call_target="tpu_custom_call"
+  %t = s32[5]{0:T(128)} get-tuple-element(%ragged-dot-metadata), index=0
+  ROOT %ragged-dot-none.1 = bf16[64,32]{1,0:T(8,128)} custom-call(%t, %a, %b), custom_call_target="tpu_custom_call"
+}
+"""
+
+
+@pytest.mark.quick
+def test_rows_in_groups_are_multiplied_each_by_one_matrix():
+    found = hlo.work(GROUPED)
+    assert (found.flops, found.kernels) == (2 * 64 * 16 * 32, 0)

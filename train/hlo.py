@@ -67,10 +67,10 @@ class Collective:
 class Work:
     """Of one device in one run of the program."""
 
-    flops: float  # of products, convolutions and Fourier transforms
-    moved: float  # bytes of their operands and results
+    flops: float  # of products, convolutions, Fourier transforms, and kernels that are known
+    moved: float  # bytes of operands and results: theirs, and of all kernels
     collectives: tuple[Collective, ...]
-    kernels: int  # calls whose work does not show in the program
+    kernels: int  # calls of others, whose work does not show in the program
     open_loops: int  # loops whose number of rounds is not known when compiled; they count once
 
 

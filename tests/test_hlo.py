@@ -6,6 +6,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from experiments.measurements import speed
 from tests.host_mesh import mesh_of
 from train import hlo, roofline, windows
 from train.compile_only import partitioned
@@ -49,6 +50,45 @@ def test_what_loops_hold_counts_as_often_as_they_go_round(kind):
     assert (each.kind, each.count, each.size) == (kind, times, times * held)
     assert roofline.axes_of(each.group, {"data": 2, "tensor": 4}) == ("tensor",)
     assert not found.open_loops
+
+
+TUPLES = """
+%body (state: (s32[], bf16[4,16], bf16[16,16])) -> (s32[], bf16[4,16], bf16[16,16]) {
+  %state = (s32[], bf16[4,16]{1,0}, bf16[16,16]{1,0}) parameter(0)
+  %one = s32[] constant(1)
+  %next = s32[] add(%state#0, %one)
+  %product = bf16[4,16]{1,0} dot(%state#1, %state#2), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %all = (s32[], bf16[4,16]{1,0}, bf16[16,16]{1,0}) tuple(%next, %product, %state#2)
+}
+
+%more (at: (s32[], bf16[4,16], bf16[16,16])) -> pred[] {
+  %at = (s32[], bf16[4,16]{1,0}, bf16[16,16]{1,0}) parameter(0)
+  %end = s32[] constant(5)
+  ROOT %less = pred[] compare(%at#0, %end), direction=LT
+}
+
+ENTRY %main (x: bf16[4,16], w: bf16[16,16]) -> bf16[4,16] {
+  %x = bf16[4,16]{1,0} parameter(0)
+  %w = bf16[16,16]{1,0} parameter(1)
+  %zero = s32[] constant(0)
+  %first = (s32[], bf16[4,16]{1,0}, bf16[16,16]{1,0}) tuple(%zero, %x, %w)
+  %loop = (s32[], bf16[4,16]{1,0}, bf16[16,16]{1,0}) while(%first), condition=%more, body=%body
+  ROOT %y = bf16[4,16]{1,0} copy(%loop#1)
+}
+"""
+
+
+@pytest.mark.quick
+def test_a_part_of_a_tuple_may_have_no_instruction_of_its_own():
+    found = hlo.work(TUPLES)
+    assert (found.flops, found.open_loops) == (5 * 2 * 4 * 16 * 16, 0)
+
+
+def test_a_program_that_was_compiled_before_is_read_as_at_first():
+    """What the compiler writes on its way it does not write where a cache has the program."""
+    with speed.fresh_cache():
+        first, again = (partitioned(lowered(EXCHANGES["all-reduce"]))[1] for _ in range(2))
+    assert hlo.work(first) == hlo.work(again)
 
 
 MESH = {"data": 2, "fsdp": 4}

@@ -9,18 +9,20 @@ which partitions the same step over as many devices: its collectives are those o
 share, its memory is an estimate, with plain XLA in the place of kernels.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
 import re
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractDevice
 from ml_collections import ConfigDict
 
@@ -179,11 +181,24 @@ def partitioned(lowered: Any) -> tuple[Any, str]:
 
 def dumping(lowered: Any, options: Mapping[str, Any], name: str) -> tuple[Any, str]:
     """Compiled, and what the compiler has written meanwhile into files of such a name: the last, if there is any."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, anew():
         dumped = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         step = lowered.compile(compiler_options={**options, **dumped})
         found = sorted(Path(folder).glob(name))
         return step, found[-1].read_text() if found else ""
+
+
+@contextlib.contextmanager
+def anew() -> Iterator[None]:
+    """Without a cache of compiled programs: one that is found there writes nothing on the way."""
+    before = jax.config.jax_enable_compilation_cache
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # it looks at its settings once
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def told(compiler: str, step: Any, text: str, seconds: float) -> Compiled:

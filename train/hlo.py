@@ -108,7 +108,7 @@ def instruction(line: str) -> Instruction | None:
         return None
     rest = rest[opcode.end() - 1 :]
     end = balanced(rest)
-    operands = tuple(re.findall(r"%([\w.\-]+)", rest[:end]))
+    operands = tuple(re.findall(r"%([\w.\-#]+)", rest[:end]))
     if opcode[1] in ("constant", "parameter"):
         operands = (rest[1 : end - 1],)
     return Instruction(name, array_shapes(made), opcode[1], operands, rest[end:], root)
@@ -127,8 +127,18 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
             computations[current.name] = current
             current = None
         elif found := instruction(line):
+            for name in found.operands:
+                if "#" in name:
+                    current.instructions[name] = element(name, current)
             current.instructions[found.name] = found
     return computations, entry
+
+
+def element(name: str, inside: Computation) -> Instruction:
+    """What newer compilers write as `a#1`: that part of a tuple, with no instruction of its own."""
+    whole, _, index = name.partition("#")
+    made = inside.instructions[whole].shapes[int(index)]
+    return Instruction(name, (made,), "get-tuple-element", (whole,), f", index={index}", False)
 
 
 def called(each: Instruction, key: str) -> list[str]:

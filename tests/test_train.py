@@ -71,11 +71,15 @@ def stacked(mixers: list[str]) -> list[tuple[str, str]]:
     "mixers, causal, mesh", SHARED, ids=["+".join(m) + ("" if c else "-bidirectional") for m, c, _ in SHARED]
 )
 def test_sharding_changes_nothing_but_rounding(mixers, causal, mesh):
+    """Two hundred-thousandths, or what the last bits of the parameters change, which is more where layers cancel."""
     run = prepare(load(*stacked(mixers), ("model.causal", str(causal)), *mesh))
-    first, wanted, sums = alone.alone(run)  # which knows of no mesh
+    first, step = alone.start(run)  # which knows of no mesh
+    wanted, sums = step(first)
+    rounded = [step(alone.nudged(first, seed))[1] for seed in range(4)]
     state, metrics = alone.one_step(run, first)
     for key in ("loss", "grad_norm"):
-        np.testing.assert_allclose(metrics[key][0], sums[key][0], rtol=2e-5, err_msg=key)
+        bits = max(abs(each[key][0] - sums[key][0]) for each in rounded)
+        np.testing.assert_allclose(metrics[key][0], sums[key][0], rtol=2e-5, atol=bits, err_msg=key)
     # Adam's first step is the sign of the gradient: where that is rounding, so is the step.
     for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(wanted.params), strict=True):
         assert np.isclose(a, b, atol=2e-5).mean() > 0.99

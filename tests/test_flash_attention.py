@@ -11,7 +11,7 @@ from model.ops.dense_attention import reference
 from model.ops.flash_attention import flash
 from model.ops.mask import CAUSAL, FULL, Band, Mask, Prefix, block_matrix, window
 from model.ops.patterns import BigBird, Chunk, Columns, Table
-from model.ops.tile_walk import LEAST, MOST, Walk, in_parts, long_tiles, tiles_met, walk
+from model.ops.tile_walk import LEAST, MOST, Walk, in_parts, long_tiles, tiles_met, tiles_of_a_document, walk
 from model.positions.score_bias import FIRE_SHARED, ALiBiBias, FIREBias, KerpleLog, T5Bias
 from tests.test_fused_ssd import made_for
 
@@ -37,6 +37,7 @@ CALLS = {
     "prefix": {"mask": CAUSAL | Prefix(17)},
     "chunks": {"mask": Chunk(40)},
     "soft cap": {"soft_cap": 2.0},
+    "negative scale": {"scale": -0.3, "sinks": True},
     "sinks": {"sinks": True},
     "levels": {"levels": True},
     "bias": {"bias": ALiBiBias()},
@@ -204,6 +205,21 @@ def test_tiles_of_tokens_that_stand_anywhere_are_met_from_the_first_that_is_seen
     assert (first <= tiles.argmax(axis=-1))[some].all()
     assert (end >= tiles.shape[-1] - tiles[..., ::-1].argmax(axis=-1))[some].all()
     assert np.maximum(end - first, 0).sum() < tiles.size
+
+
+@pytest.mark.parametrize("by_key", [False, True])
+def test_tiles_of_one_document_are_a_run_of_those_without_another_token(by_key):
+    segments = {"q_segments": np.asarray([[2] * 4 + [1] * 23 + [2] * 9, [0] * 36, [5] * 36])}
+    segments["k_segments"] = np.concatenate([segments["q_segments"][:, :-4], np.zeros((3, 4), int)], axis=1)
+    _, o = prepare(jnp.zeros((3, 36, H, K)), *[jnp.zeros((3, 36, G, K))] * 2, **segments)
+    same = segments["q_segments"][:, :, None] == segments["k_segments"][:, None]
+    same = (same & (segments["k_segments"][:, None] > 0)).reshape(3, 9, 4, 6, 6).all(axis=(2, 4))
+    same = np.swapaxes(same, 1, 2) if by_key else same
+    found = np.asarray(tiles_of_a_document(o, (4, 6), by_key))
+    assert same.any(axis=-1).sum() > 6
+    for tiles, (first, end) in zip(same.reshape(-1, same.shape[-1]), found.reshape(-1, 2), strict=True):
+        wanted = np.flatnonzero(tiles)
+        assert range(first, end) == range(wanted[0], wanted[-1] + 1) if len(wanted) else first == end
 
 
 LOWERED = CALLS | {

@@ -18,7 +18,7 @@ from model.ops.flash_kernels import Shape, keys_kernel, out_kernel, queries_kern
 from model.ops.fused_state import launch
 from model.ops.mask import FULL, Band, Mask
 from model.ops.scores import Form, Operands
-from model.ops.tile_walk import Walk, averaged, in_parts, summed, tiles_met, walk
+from model.ops.tile_walk import Walk, averaged, in_parts, summed, tiles_met, tiles_of_a_document, walk
 from model.ops.tiled_attention import learned, pull_of_sinks
 
 Array = jax.Array
@@ -54,7 +54,7 @@ def per_token(x: Array | None) -> tuple[Array | None, pl.BlockSpec | None]:
     return x, pl.BlockSpec((None, x.shape[1]), lambda t, h, b: (0 if one else b, 0))
 
 
-def shared(form: Form, o: Operands, spans: Walk, met: Array | None) -> dict:
+def shared(form: Form, o: Operands, shape: Shape, spans: Walk, by_key: bool) -> dict:
     """What all three kernels see: of the walk, and of the tokens but for their channels and levels."""
     places = form.stretches == 1
     given = dict(
@@ -67,11 +67,11 @@ def shared(form: Form, o: Operands, spans: Walk, met: Array | None) -> dict:
     )
     if spans.listed is not None:
         given["listed"] = (jnp.asarray(spans.listed), pl.BlockSpec(spans.listed.shape, lambda t, h, b: (0,)))
-    if met is not None:
-        one = met.shape[0] == 1
-        given["met"] = (
-            met if spans.tile is None else met[:, spans.tile],
-            pl.BlockSpec((None, None, 2), lambda t, h, b: (0 if one else b, t, 0)),
+    for name, tiles in found(form, o, shape, spans, by_key).items():
+        one = tiles.shape[0] == 1
+        given[name] = (
+            tiles if spans.tile is None else tiles[:, spans.tile],
+            pl.BlockSpec((None, None, 2), lambda t, h, b, one=one: (0 if one else b, t, 0)),
         )
     return given
 
@@ -80,9 +80,8 @@ def by_query(form: Form, o: Operands, shape: Shape, M: int) -> tuple[Walk, dict]
     """What the kernels see that have a tile of queries each."""
     (B, L, G, R, K), V = o.q.shape, o.v.shape[-1]
     spans = in_parts(walk(known(form), shape[:2], (L, o.k.shape[1]), M, by_key=False))
-    met = found(form, o, shape, by_key=False)
     head = pl.BlockSpec((None, None, L), lambda t, h, b: (b, h, 0))
-    given = shared(form, o, spans, met) | dict(
+    given = shared(form, o, shape, spans, by_key=False) | dict(
         q=(o.q.reshape(B, L, G * R, K), pl.BlockSpec((None, L, None, K), lambda t, h, b: (b, 0, h, 0))),
         k=(o.k, pl.BlockSpec((None, o.k.shape[1], None, K), lambda t, h, b: (b, 0, h // R, 0))),
         v=(o.v, pl.BlockSpec((None, o.k.shape[1], None, V), lambda t, h, b: (b, 0, h // R, 0))),
@@ -115,6 +114,11 @@ def placed(form: Form) -> bool:
     return form.stretches == 1 or form.gapless
 
 
+def exact(form: Form) -> bool:
+    """Whether within a document `known` is the mask itself."""
+    return form.stretches == 1 or form.mask.band() is not None
+
+
 def known(form: Form) -> Mask:
     """A mask over places in the row that shows all that is seen."""
     if form.stretches == 1:
@@ -122,11 +126,14 @@ def known(form: Form) -> Mask:
     return Band(*form.mask.reach()) if form.gapless else FULL
 
 
-def found(form: Form, o: Operands, shape: Shape, by_key: bool) -> Array | None:
-    """The tiles that each may see something of, as far as only the arrays tell."""
+def found(form: Form, o: Operands, shape: Shape, spans: Walk, by_key: bool) -> dict[str, Array]:
+    """The tiles that each may see something of, as far as only the arrays tell, and those that are of its document."""
     if o.k_segments is None and placed(form):
-        return None
-    return tiles_met(o, shape[:2], None if placed(form) else form.mask, by_key)
+        return {}
+    tiles = dict(met=tiles_met(o, shape[:2], None if placed(form) else form.mask, by_key))
+    if o.k_segments is not None and placed(form) and exact(form) and spans.listed is None:
+        tiles["alone"] = tiles_of_a_document(o, shape[:2], by_key)
+    return tiles
 
 
 Kept = tuple[Operands, Array, Array]  # with output [B, L, G, R, V] and log-sum-exp [B, H, L]
@@ -212,7 +219,6 @@ def keys_gradients(form, M, interpret, o, dy, lse, delta):
     B, L, G, R, _ = o.q.shape
     shape, N = shapes(form, o)["keys"], o.k.shape[1]
     spans = in_parts(walk(known(form), shape[:2], (L, N), M, by_key=True))
-    met = found(form, o, shape, by_key=True)
 
     def grouped(x: Array | None, size: int) -> tuple[Array | None, pl.BlockSpec]:
         """`[B, H, L]`, all that a key-value head's queries have."""
@@ -225,7 +231,7 @@ def keys_gradients(form, M, interpret, o, dy, lse, delta):
     def keys(x: Array) -> tuple[Array, pl.BlockSpec]:
         return x, pl.BlockSpec((None, N, None, x.shape[-1]), lambda t, g, b: (b, 0, g, 0))
 
-    given = shared(form, o, spans, met) | dict(
+    given = shared(form, o, shape, spans, by_key=True) | dict(
         q=queries(o.q),
         dy=queries(dy),
         k=keys(o.k),

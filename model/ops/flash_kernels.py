@@ -1,7 +1,8 @@
 """The kernels of flash attention, each for a tile of queries or of keys; `flash_attention` says what they are given.
 
-Scores are in units of log 2, because the chip's own exponential is that of 2. Letters beside the project's own: l
-queries and m keys of a tile.
+The chip's own exponential is that of 2: weights are `2^(unit scores - unit highest)`, one multiply-add for a pair of
+tokens, which has the scale in it where nothing is added to scores. Letters beside the project's own: l queries and m
+keys of a tile.
 """
 
 import math
@@ -44,17 +45,20 @@ def over(see: Refs, spans: Walk, step: Any, start: Any) -> Any:
 
         return lax.fori_loop(first, end, body, carry)
 
-    if "met" in see:
-        if "listed" not in see:
-            a, d = jnp.maximum(a, see["met"][0]), jnp.minimum(d, see["met"][1])
+    if "met" in see and "listed" not in see:
+        a, d = jnp.maximum(a, see["met"][0]), jnp.minimum(d, see["met"][1])
+    if "met" in see and "alone" not in see:
         return loop(a, d, True, start)
+    if "alone" in see:
+        b = jnp.clip(jnp.maximum(b, see["alone"][0]), a, d)
+        c = jnp.clip(jnp.minimum(c, see["alone"][1]), b, d)
     parts = spans.spans.T
     for first, end, (low, high), masked in (
         (a, b, parts[0:2], True),
         (b, c, parts[1:3], False),
         (c, d, parts[2:4], True),
     ):
-        if np.any(low < high):
+        if np.any(low < high) or (masked and "alone" in see):
             start = loop(first, end, masked, start)
     return start
 
@@ -132,20 +136,26 @@ def tile_bias(form: Form, bias: dict[str, Any], q: Side, k: Side) -> tuple[Array
     return value, lambda d_bias: lax.cond(settled, partial(pull, one), partial(pull, every), d_bias)
 
 
+def unit(form: Form, levels: bool) -> float:
+    """What `tile_scores` are to be multiplied with, for a power of two: log2(e) if they are the scores themselves."""
+    plain = form.bias is None and not levels and form.scale > 0  # below 0 the highest product is not the highest score
+    return LOG2_E * (form.soft_cap or form.scale) if plain else LOG2_E
+
+
 def tile_scores(form: Form, raw: Array, bias: dict[str, Any], q: Side, k: Side) -> tuple[Array, Array, Any]:
-    """Scores in units of log 2, what of them the soft cap has kept within -1 to 1, and the pull of the bias."""
-    capped, pull = raw, None
+    """Scores in their unit, what of them the soft cap has kept within -1 to 1, and the pull of the bias."""
+    scores, pull = raw, None
     if form.soft_cap:
         # By the exponential, which the chip has in hardware.
-        capped = 1 - 2 / (1 + jnp.exp2(raw * (2 * LOG2_E * form.scale / form.soft_cap)))
-        scores = capped * (form.soft_cap * LOG2_E)
-    else:
-        scores = raw * (form.scale * LOG2_E)
+        scores = 1 - 2 / (1 + jnp.exp2(raw * (2 * LOG2_E * form.scale / form.soft_cap)))
+    capped = scores
+    if unit(form, q.level is not None) == LOG2_E:
+        scores *= form.soft_cap or form.scale
     if form.bias is not None:
         value, pull = tile_bias(form, bias, q, k)
-        scores += value * LOG2_E
+        scores += value
     if q.level is not None:
-        scores -= jnp.abs(q.level - k.level) * LOG2_E
+        scores -= jnp.abs(q.level - k.level)
     return scores, capped, pull
 
 
@@ -161,6 +171,7 @@ def out_kernel(see: Refs, out, lse, *, form: Form, shape: Shape, spans: Walk, M:
     first, here = own(see, l)
     q, bias = see["q"][here, :], params(see)
     queries = side(see, "q", first, l, axis=0)
+    per = unit(form, queries.level is not None)
 
     def add(j, masked, seen):
         top, total, sum_ = seen
@@ -170,7 +181,7 @@ def out_kernel(see: Refs, out, lse, *, form: Form, shape: Shape, spans: Walk, M:
         if masked:
             scores = jnp.where(tile_seen(form, shape, queries, keys, M), scores, -jnp.inf)
         higher = jnp.maximum(top, jnp.max(scores, axis=1))
-        weights, shrink = jnp.exp2(scores - higher[:, None]), jnp.exp2(top - higher)
+        weights, shrink = jnp.exp2(scores * per - (higher * per)[:, None]), jnp.exp2((top - higher) * per)
         v = see["v"][pl.ds(j * m, m), :]
         sum_ = sum_ * shrink[:, None] + dot(weights.astype(v.dtype), v)
         return higher, total * shrink + jnp.sum(weights, axis=1), sum_
@@ -178,23 +189,22 @@ def out_kernel(see: Refs, out, lse, *, form: Form, shape: Shape, spans: Walk, M:
     top, total = jnp.full(l, LOW, jnp.float32), jnp.zeros(l, jnp.float32)
     if "sink" in see:  # a key that has been seen already, with a value of 0, by one of a tile's parts
         opens = pl.program_id(0) == see["tile"][...]
-        top = jnp.where(opens, jnp.full(l, 1.0, jnp.float32) * (see["sink"][...] * LOG2_E), top)
+        top = jnp.where(opens, jnp.full(l, 1.0, jnp.float32) * (see["sink"][...] * (LOG2_E / per)), top)
         total = jnp.where(opens, total + 1, total)
     start = top, total, jnp.zeros(out.shape, jnp.float32)
     top, total, sum_ = over(see, spans, add, start)
     total = jnp.where(total > 0, total, 1)
     out[...] = (sum_ / total[:, None]).astype(out.dtype)
-    lse[...] = (top + jnp.log2(total)) / LOG2_E
+    lse[...] = (top * per + jnp.log2(total)) / LOG2_E
 
 
-def score_gradients(form, scores, capped, lse, delta, d_weights, seen):
-    """Weights, and the gradients of scores (natural units) and of raw scores."""
-    weights = jnp.exp2(scores - lse * LOG2_E)
+def score_gradients(form, scores, per, capped, lse, delta, d_weights, seen):
+    """Weights, and the gradients of scores and of raw scores but for the scale."""
+    weights = jnp.exp2(scores * per - lse)
     if seen is not None:
         weights = jnp.where(seen, weights, 0)
     d_scores = weights * (d_weights - delta)
-    d_raw = d_scores * form.scale
-    return weights, d_scores, d_raw * (1 - capped * capped) if form.soft_cap else d_raw
+    return weights, d_scores, d_scores * (1 - capped * capped) if form.soft_cap else d_scores
 
 
 def queries_kernel(see: Refs, dq, *more, form: Form, shape: Shape, spans: Walk, M: int):
@@ -202,8 +212,9 @@ def queries_kernel(see: Refs, dq, *more, form: Form, shape: Shape, spans: Walk, 
     l, m = shape[:2]
     first, here = own(see, l)
     q, dy, bias = see["q"][here, :], see["dy"][here, :], params(see)
-    lse, delta = see["lse"][here][:, None], see["delta"][here][:, None]
+    lse, delta = see["lse"][here][:, None] * LOG2_E, see["delta"][here][:, None]
     queries = side(see, "q", first, l, axis=0)
+    per = unit(form, queries.level is not None)
 
     def add(j, masked, carry):
         sum_, d_level, d_bias = carry
@@ -212,7 +223,7 @@ def queries_kernel(see: Refs, dq, *more, form: Form, shape: Shape, spans: Walk, 
         scores, capped, pull = tile_scores(form, dot(q, k, trans_b=True), bias, queries, keys)
         seen = tile_seen(form, shape, queries, keys, M) if masked else None
         d_weights = dot(dy, see["v"][pl.ds(j * m, m), :], trans_b=True)
-        _, d_scores, d_raw = score_gradients(form, scores, capped, lse, delta, d_weights, seen)
+        _, d_scores, d_raw = score_gradients(form, scores, per, capped, lse, delta, d_weights, seen)
         if d_level is not None:
             d_level -= jnp.sum(d_scores * jnp.sign(queries.level - keys.level), axis=1)
         if d_bias:
@@ -222,7 +233,7 @@ def queries_kernel(see: Refs, dq, *more, form: Form, shape: Shape, spans: Walk, 
     d_level = jnp.zeros(l, jnp.float32) if queries.level is not None else None
     start = jnp.zeros(dq.shape, jnp.float32), d_level, jax.tree.map(jnp.zeros_like, bias)
     sum_, d_level, d_bias = over(see, spans, add, start)
-    dq[...] = sum_.astype(dq.dtype)
+    dq[...] = (sum_ * form.scale).astype(dq.dtype)
     found = ([] if d_level is None else [d_level]) + [d_bias[name] for name in sorted(d_bias)]
     for ref, value in zip(more, found, strict=True):
         if isinstance(value, tuple):
@@ -242,6 +253,7 @@ def keys_kernel(see: Refs, dk, dv, *more, form: Form, shape: Shape, spans: Walk,
     def of_head(r, carry):
         bias = params(see, head=(r,))
         keys = side(see, "k", first, m, axis=0, head=(r,))
+        per = unit(form, keys.level is not None)
 
         def add(i, masked, carry):
             dk_, dv_, d_level = carry
@@ -251,8 +263,8 @@ def keys_kernel(see: Refs, dk, dv, *more, form: Form, shape: Shape, spans: Walk,
             scores, capped, _ = tile_scores(form, dot(k, q, trans_b=True), bias, queries, keys)
             seen = tile_seen(form, shape, queries, keys, M) if masked else None
             d_weights = dot(v, dy, trans_b=True)
-            lse, delta = see["lse"][r, at][None, :], see["delta"][r, at][None, :]
-            weights, d_scores, d_raw = score_gradients(form, scores, capped, lse, delta, d_weights, seen)
+            lse, delta = see["lse"][r, at][None, :] * LOG2_E, see["delta"][r, at][None, :]
+            weights, d_scores, d_raw = score_gradients(form, scores, per, capped, lse, delta, d_weights, seen)
             if d_level is not None:
                 d_level += jnp.sum(d_scores * jnp.sign(queries.level - keys.level), axis=1)
             return dk_ + dot(d_raw.astype(q.dtype), q), dv_ + dot(weights.astype(dy.dtype), dy), d_level
@@ -266,4 +278,4 @@ def keys_kernel(see: Refs, dk, dv, *more, form: Form, shape: Shape, spans: Walk,
 
     start = jnp.zeros(dk.shape, jnp.float32), jnp.zeros(dv.shape, jnp.float32)
     dk_, dv_ = of_head(0, start) if R == 1 else lax.fori_loop(0, R, of_head, start)
-    dk[...], dv[...] = dk_.astype(dk.dtype), dv_.astype(dv.dtype)
+    dk[...], dv[...] = (dk_ * form.scale).astype(dk.dtype), dv_.astype(dv.dtype)

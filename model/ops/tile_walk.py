@@ -168,6 +168,25 @@ def tiles_met(o: Operands, tile: tuple[int, int], mask: Mask | None, by_key: boo
     return jnp.stack([first, jnp.max(jnp.where(meet, place + 1, 0), axis=-1)], axis=-1)
 
 
+def tiles_of_a_document(o: Operands, tile: tuple[int, int], by_key: bool) -> Array:
+    """The first and the end of a run of tiles of keys all of whose tokens are of one document with all of each tile of
+    queries, `[B or 1, n, 2]`; `by_key`, the other way round. Of several runs, the first."""
+
+    def documents(segments: Array, size: int, none: int) -> Array:
+        """Of each tile, which one it is of; `none` where it is of several, or has padding."""
+        tiles = segments.reshape(segments.shape[0], -1, size)
+        first = tiles[..., 0]
+        return jnp.where((tiles == first[..., None]).all(-1) & (first > 0), first, none)
+
+    q, k = documents(o.q_segments, tile[0], -1), documents(o.k_segments, tile[1], -2)
+    same = q[..., None, :] == k[..., None] if by_key else q[..., None] == k[..., None, :]
+    first = jnp.argmax(same, axis=-1, keepdims=True)
+    place = jnp.arange(same.shape[-1])
+    end = jnp.min(jnp.where(~same & (place > first), place, len(place)), axis=-1)
+    end = jnp.where(same.any(-1), end, first[..., 0])
+    return jnp.stack([first[..., 0], end], axis=-1).astype(jnp.int32)
+
+
 def summed(x: Array, walk: Walk, size: int, axis: int) -> Array:
     """What the parts' programs made for `size` tokens each, along an axis, as sums of whole tiles."""
     if walk.tile is None:

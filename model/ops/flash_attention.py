@@ -7,7 +7,9 @@ which it shows all are not masked.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -148,26 +150,40 @@ def forward(form: Form, M: int, interpret: bool, o: Operands) -> tuple[tuple[Arr
     (B, L, G, R, _), V = o.q.shape, o.v.shape[-1]
     H, shape = G * R, shapes(form, o)["out"]
     spans, given = by_query(form, o, shape, M)
-    P = len(spans.spans)
-    made = [
-        (jax.ShapeDtypeStruct((B, P * shape.l, H, V), o.v.dtype), tile_seen_by(shape.l, V)),
-        (jax.ShapeDtypeStruct((B, H, P * shape.l), jnp.float32), numbers_seen_by(shape.l)),
-    ]
+    made = [channels_made(spans, shape.l, B, H, V, o.v.dtype), numbers_made(spans, shape.l, B, H)]
     kernel = partial(out_kernel, form=form, shape=shape, spans=spans, M=M)
-    out, lse = launch(kernel, "flash_out", (P, H, B), given, made, shape[2:], interpret)
+    out, lse = launch(kernel, "flash_out", (len(spans.spans), H, B), given, made, shape[2:], interpret)
     out, lse = averaged(out, lse, spans, shape.l)
     out = out.reshape(B, L, G, R, V)
     return (out, jnp.swapaxes(lse, 1, 2).reshape(B, L, G, R)), (o, out, lse)
 
 
-def tile_seen_by(size: int, channels: int) -> pl.BlockSpec:
-    """A program's own of `[B, P size, H, channels]`."""
-    return pl.BlockSpec((None, size, None, channels), lambda t, h, b: (b, t, h, 0))
+Made = tuple[tuple[jax.ShapeDtypeStruct, ...], tuple[pl.BlockSpec, ...]]
 
 
-def numbers_seen_by(size: int) -> pl.BlockSpec:
-    """A program's own of `[B, H, P size]`."""
-    return pl.BlockSpec((None, None, size), lambda t, h, b: (b, h, t))
+def of_whole_and_parts(spans: Walk, shape: Callable[[int], tuple[int, ...]], dtype: Any, block: pl.BlockSpec) -> Made:
+    """An output for n tiles, of `shape(n)`; where some are walked in parts, another one for their further parts."""
+    n, more = spans.n, len(spans.spans) - spans.n
+    if not more:
+        return (jax.ShapeDtypeStruct(shape(n), dtype),), (block,)
+
+    def at(place: Callable) -> pl.BlockSpec:
+        return pl.BlockSpec(block.block_shape, lambda t, h, b: block.index_map(place(t), h, b))
+
+    blocks = at(lambda t: jnp.minimum(t, n - 1)), at(lambda t: jnp.maximum(t - n, 0))
+    return tuple(jax.ShapeDtypeStruct(shape(tiles), dtype) for tiles in (n, more)), blocks
+
+
+def channels_made(spans: Walk, size: int, B: int, H: int, channels: int, dtype: Any) -> Made:
+    """`[B, L, H, channels]`, `size` tokens a program."""
+    block = pl.BlockSpec((None, size, None, channels), lambda t, h, b: (b, t, h, 0))
+    return of_whole_and_parts(spans, lambda n: (B, n * size, H, channels), dtype, block)
+
+
+def numbers_made(spans: Walk, size: int, B: int, H: int) -> Made:
+    """`[B, H, L]`, `size` tokens a program."""
+    block = pl.BlockSpec((None, None, size), lambda t, h, b: (b, h, t))
+    return of_whole_and_parts(spans, lambda n: (B, H, n * size), jnp.float32, block)
 
 
 def backward(form: Form, M: int, interpret: bool, kept: Kept, grads: tuple[Array, Array]):
@@ -195,9 +211,9 @@ def queries_gradients(form, M, interpret, o, dy, lse, delta):
         delta=(delta, head),
     )
     P = len(spans.spans)
-    made = [(jax.ShapeDtypeStruct((B, P * shape.l, H, K), o.q.dtype), tile_seen_by(shape.l, K))]
+    made = [channels_made(spans, shape.l, B, H, K, o.q.dtype)]
     if o.q_levels is not None:
-        made.append((jax.ShapeDtypeStruct((B, H, P * shape.l), jnp.float32), numbers_seen_by(shape.l)))
+        made.append(numbers_made(spans, shape.l, B, H))
     names = sorted(o.bias) if form.bias is not None else []
     for several in (o.bias[name].shape[:-1] for name in names):
         one = pl.BlockSpec(
@@ -244,16 +260,12 @@ def keys_gradients(form, M, interpret, o, dy, lse, delta):
     if form.bias is not None:
         params = {name: x.reshape(*x.shape[:-1], G, R) for name, x in o.bias.items()}
         given["bias"] = (params, {name: group_of(x) for name, x in params.items()})
-    P = len(spans.spans)
-    made = [
-        (jax.ShapeDtypeStruct((B, P * shape.m, G, x.shape[-1]), x.dtype), tile_seen_by(shape.m, x.shape[-1]))
-        for x in (o.k, o.v)
-    ]
+    made = [channels_made(spans, shape.m, B, G, x.shape[-1], x.dtype) for x in (o.k, o.v)]
     if o.k_levels is not None:
         tile = pl.BlockSpec((None, None, R, shape.m), lambda t, g, b: (b, g, 0, t))
-        made.append((jax.ShapeDtypeStruct((B, G, R, P * shape.m), jnp.float32), tile))
+        made.append(of_whole_and_parts(spans, lambda n: (B, G, R, n * shape.m), jnp.float32, tile))
     kernel = partial(keys_kernel, form=form, shape=shape, spans=spans, M=M)
-    dk, dv, *more = launch(kernel, "flash_keys", (P, G, B), given, made, shape[2:], interpret)
+    dk, dv, *more = launch(kernel, "flash_keys", (len(spans.spans), G, B), given, made, shape[2:], interpret)
     dk, dv, *more = (summed(x, spans, shape.m, axis) for x, axis in zip((dk, dv, *more), (1, 1, 3), strict=False))
     return dk, dv, tokens_first(more[0].reshape(B, G * R, N), o.k_levels) if more else None
 

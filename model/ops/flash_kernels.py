@@ -24,6 +24,7 @@ from model.ops.tile_walk import Walk
 
 Array = jax.Array
 LOG2_E = math.log2(math.e)
+Made = tuple[Any, ...]  # what a program writes to: of whole tiles, and of the further parts of those that are in parts
 
 
 class Shape(NamedTuple):
@@ -78,6 +79,24 @@ def own(see: Refs, size: int) -> tuple[Array, Any]:
     """Where the program's own tile begins in the row, and its tokens."""
     first = see["tile"][...] * size
     return first, pl.ds(first, size)
+
+
+def opens(see: Refs) -> Array:
+    """Whether the program is the first, or the only, that walks its tile."""
+    return pl.program_id(0) == see["tile"][...]
+
+
+def put(made: Made, value: Array, opens: Array, at: tuple = (...,)) -> None:
+    """The first of a tile writes in the tile's place, others elsewhere."""
+    value = value.astype(made[0].dtype)
+    if len(made) == 1:
+        made[0][at] = value
+        return
+    for ref, here in zip(made, (opens, ~opens), strict=True):
+
+        @pl.when(here)
+        def _(ref=ref):
+            ref[at] = value
 
 
 def side(see: Refs, name: str, first: Array, size: int, axis: int, head: tuple = ()) -> Side:
@@ -165,10 +184,10 @@ def tile_seen(form: Form, shape: Shape, q: Side, k: Side, M: int) -> Array:
     return both(mask.sees(q.at, k.at), there)
 
 
-def out_kernel(see: Refs, out, lse, *, form: Form, shape: Shape, spans: Walk, M: int):
+def out_kernel(see: Refs, out: Made, lse: Made, *, form: Form, shape: Shape, spans: Walk, M: int):
     """Of one head. q: [L, K]; k: [M, K]; v: [M, V]; out: [l, V]; lse: [l]."""
     l, m = shape[:2]
-    first, here = own(see, l)
+    (first, here), opening = own(see, l), opens(see)
     q, bias = see["q"][here, :], params(see)
     queries = side(see, "q", first, l, axis=0)
     per = unit(form, queries.level is not None)
@@ -188,14 +207,13 @@ def out_kernel(see: Refs, out, lse, *, form: Form, shape: Shape, spans: Walk, M:
 
     top, total = jnp.full(l, LOW, jnp.float32), jnp.zeros(l, jnp.float32)
     if "sink" in see:  # a key that has been seen already, with a value of 0, by one of a tile's parts
-        opens = pl.program_id(0) == see["tile"][...]
-        top = jnp.where(opens, jnp.full(l, 1.0, jnp.float32) * (see["sink"][...] * (LOG2_E / per)), top)
-        total = jnp.where(opens, total + 1, total)
-    start = top, total, jnp.zeros(out.shape, jnp.float32)
+        top = jnp.where(opening, jnp.full(l, 1.0, jnp.float32) * (see["sink"][...] * (LOG2_E / per)), top)
+        total = jnp.where(opening, total + 1, total)
+    start = top, total, jnp.zeros(out[0].shape, jnp.float32)
     top, total, sum_ = over(see, spans, add, start)
     total = jnp.where(total > 0, total, 1)
-    out[...] = (sum_ / total[:, None]).astype(out.dtype)
-    lse[...] = (top * per + jnp.log2(total)) / LOG2_E
+    put(out, sum_ / total[:, None], opening)
+    put(lse, (top * per + jnp.log2(total)) / LOG2_E, opening)
 
 
 def score_gradients(form, scores, per, capped, lse, delta, d_weights, seen):
@@ -207,10 +225,10 @@ def score_gradients(form, scores, per, capped, lse, delta, d_weights, seen):
     return weights, d_scores, d_scores * (1 - capped * capped) if form.soft_cap else d_scores
 
 
-def queries_kernel(see: Refs, dq, *more, form: Form, shape: Shape, spans: Walk, M: int):
+def queries_kernel(see: Refs, dq: Made, *more, form: Form, shape: Shape, spans: Walk, M: int):
     """Of one head. As `out_kernel`, with dy: [L, V]; lse, delta: [L]. `more`: of the queries' levels, of the bias."""
     l, m = shape[:2]
-    first, here = own(see, l)
+    (first, here), opening = own(see, l), opens(see)
     q, dy, bias = see["q"][here, :], see["dy"][here, :], params(see)
     lse, delta = see["lse"][here][:, None] * LOG2_E, see["delta"][here][:, None]
     queries = side(see, "q", first, l, axis=0)
@@ -231,11 +249,13 @@ def queries_kernel(see: Refs, dq, *more, form: Form, shape: Shape, spans: Walk, 
         return sum_ + dot(d_raw.astype(k.dtype), k), d_level, d_bias
 
     d_level = jnp.zeros(l, jnp.float32) if queries.level is not None else None
-    start = jnp.zeros(dq.shape, jnp.float32), d_level, jax.tree.map(jnp.zeros_like, bias)
+    start = jnp.zeros(dq[0].shape, jnp.float32), d_level, jax.tree.map(jnp.zeros_like, bias)
     sum_, d_level, d_bias = over(see, spans, add, start)
-    dq[...] = (sum_ * form.scale).astype(dq.dtype)
-    found = ([] if d_level is None else [d_level]) + [d_bias[name] for name in sorted(d_bias)]
-    for ref, value in zip(more, found, strict=True):
+    put(dq, sum_ * form.scale, opening)
+    if d_level is not None:
+        put(more[0], d_level, opening)
+    for ref, name in zip(more[d_level is not None :], sorted(d_bias), strict=True):
+        value = d_bias[name]
         if isinstance(value, tuple):
             for c, one in enumerate(value):
                 ref[c] = one
@@ -243,10 +263,10 @@ def queries_kernel(see: Refs, dq, *more, form: Form, shape: Shape, spans: Walk, 
             ref[...] = value
 
 
-def keys_kernel(see: Refs, dk, dv, *more, form: Form, shape: Shape, spans: Walk, M: int):
+def keys_kernel(see: Refs, dk: Made, dv: Made, *more, form: Form, shape: Shape, spans: Walk, M: int):
     """Of one key-value head. q: [L, R, K]; dy: [L, R, V]; lse, delta: [R, L]; k: [M, K]; v: [M, V]."""
     l, m = shape[:2]
-    first, here = own(see, m)
+    (first, here), opening = own(see, m), opens(see)
     k, v = see["k"][here, :], see["v"][here, :]
     R = see["q"].shape[1]
 
@@ -273,9 +293,10 @@ def keys_kernel(see: Refs, dk, dv, *more, form: Form, shape: Shape, spans: Walk,
         d_level = jnp.zeros(m, jnp.float32) if keys.level is not None else None
         dk_, dv_, d_level = over(see, spans, add, (dk_, dv_, d_level))
         if d_level is not None:
-            more[0][r, :] = d_level
+            put(more[0], d_level, opening, (r, slice(None)))
         return dk_, dv_
 
-    start = jnp.zeros(dk.shape, jnp.float32), jnp.zeros(dv.shape, jnp.float32)
+    start = jnp.zeros(dk[0].shape, jnp.float32), jnp.zeros(dv[0].shape, jnp.float32)
     dk_, dv_ = of_head(0, start) if R == 1 else lax.fori_loop(0, R, of_head, start)
-    dk[...], dv[...] = (dk_ * form.scale).astype(dk.dtype), dv_.astype(dv.dtype)
+    put(dk, dk_ * form.scale, opening)
+    put(dv, dv_, opening)

@@ -27,6 +27,10 @@ class Walk(NamedTuple):
     listed: np.ndarray | None = None  # [T] int32: the tile at each place of the order; None: the place itself
     tile: np.ndarray | None = None  # [P] int32: whose part it is; None: each is a tile's whole walk
 
+    @property
+    def n(self) -> int:
+        return len(self.spans) if self.tile is None else int(self.tile.max()) + 1
+
     def tiles(self) -> np.ndarray:
         """The tile of each part."""
         return np.arange(len(self.spans), dtype=np.int32) if self.tile is None else self.tile
@@ -187,17 +191,16 @@ def tiles_of_a_document(o: Operands, tile: tuple[int, int], by_key: bool) -> Arr
     return jnp.stack([first[..., 0], end], axis=-1).astype(jnp.int32)
 
 
-def summed(x: Array, walk: Walk, size: int, axis: int) -> Array:
-    """What the parts' programs made for `size` tokens each, along an axis, as sums of whole tiles."""
-    if walk.tile is None:
-        return x
-    return of_tiles((x,), walk, size, (axis,), lambda x: (jnp.sum(x, axis=axis + 1, dtype=jnp.float32),))[0]
+Made = tuple[Array, ...]  # for whole tiles, and where some are walked in parts, for the further parts
 
 
-def averaged(out: Array, lse: Array, walk: Walk, size: int) -> tuple[Array, Array]:
-    """Outputs `[B, L, H, V]` of parts, and their log-sum-exp `[B, H, L]`, as those of whole tiles."""
-    if walk.tile is None:
-        return out, lse
+def summed(made: Made, walk: Walk, size: int, axis: int) -> Array:
+    """What programs made for `size` tokens each, along an axis, as sums of whole tiles."""
+    return of_tiles((made,), walk, size, (axis,), lambda x: (jnp.sum(x, axis=axis + 1, dtype=jnp.float32),))[0]
+
+
+def averaged(out: Made, lse: Made, walk: Walk, size: int) -> tuple[Array, Array]:
+    """Outputs `[B, L, H, V]` that programs made, and their log-sum-exp `[B, H, L]`, as those of whole tiles."""
 
     def joined(out: Array, lse: Array) -> tuple[Array, Array]:
         """out: [B, T, C, l, H, V]; lse: [B, H, T, C, l]."""
@@ -208,19 +211,22 @@ def averaged(out: Array, lse: Array, walk: Walk, size: int) -> tuple[Array, Arra
     return of_tiles((out, lse), walk, size, (1, 2), joined)
 
 
-def of_tiles(
-    made: tuple[Array, ...], walk: Walk, size: int, axes: tuple[int, ...], join: Callable
-) -> tuple[Array, ...]:
-    """What parts made, of whole tiles: `join` takes `[..., T, C, size, ...]` of T tiles in C parts each."""
-    n = walk.tile.max() + 1
-    parts = [x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]) for x, axis in zip(made, axes, strict=True)]
-    whole = [jax.lax.slice_in_dim(x, 0, n, axis=axis) for x, axis in zip(parts, axes, strict=True)]
+def of_tiles(made: tuple[Made, ...], walk: Walk, size: int, axes: tuple[int, ...], join: Callable) -> tuple[Array, ...]:
+    """What programs made, of whole tiles: `join` takes `[..., T, C, size, ...]` of T tiles in C parts each."""
+    if walk.tile is None:
+        return tuple(whole for (whole,) in made)
+
+    def tiled(x: Array, axis: int) -> Array:
+        return x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :])
+
+    wholes, others = ([tiled(x, axis) for x, axis in zip(some, axes, strict=True)] for some in zip(*made, strict=True))
     for tiles, places in long_tiles(walk):
-        found = join(*(jnp.take(x, places, axis=axis) for x, axis in zip(parts, axes, strict=True)))
-        for i, (x, axis) in enumerate(zip(found, axes, strict=True)):
+        parts = (
+            jnp.concatenate([whole.take(tiles[:, None], axis), other.take(places[:, 1:] - walk.n, axis)], axis + 1)
+            for whole, other, axis in zip(wholes, others, axes, strict=True)
+        )
+        for i, (x, axis) in enumerate(zip(join(*parts), axes, strict=True)):
             at = (slice(None),) * axis + (tiles,)
-            whole[i] = whole[i].at[at].set(x.astype(whole[i].dtype), unique_indices=True, indices_are_sorted=True)
-    return tuple(
-        x.reshape(*like.shape[:axis], -1, *like.shape[axis + 1 :])
-        for x, like, axis in zip(whole, made, axes, strict=True)
-    )
+            x = x.astype(wholes[i].dtype)
+            wholes[i] = wholes[i].at[at].set(x, unique_indices=True, indices_are_sorted=True)
+    return tuple(x.reshape(whole.shape) for x, (whole, _) in zip(wholes, made, strict=True))

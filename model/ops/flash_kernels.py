@@ -7,6 +7,7 @@ keys of a tile.
 
 import math
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import jax
@@ -37,11 +38,13 @@ class Shape(NamedTuple):
 
 
 def over(see: Refs, spans: Walk, step: Any, start: Any) -> Any:
-    """`step(tile, masked, carry)` over the tiles that this program's own tile meets."""
+    """`step(tile, masked, carry)` over the tiles that this program's own tile meets; those seen whole first."""
     a, b, c, d = (see["spans"][i] for i in range(4))
+    before, whole, behind = (np.any(first < end) for first, end in pairwise(spans.spans.T))
 
-    def loop(first: Array, end: Array, masked: bool, carry: Any) -> Any:
+    def loop(first: Array, end: Array, masked: bool, carry: Any, at: Any = lambda place: place) -> Any:
         def body(place, carry):
+            place = at(place)
             return step(see["listed"][place] if "listed" in see else place, masked, carry)
 
         return lax.fori_loop(first, end, body, carry)
@@ -53,15 +56,12 @@ def over(see: Refs, spans: Walk, step: Any, start: Any) -> Any:
     if "alone" in see:
         b = jnp.clip(jnp.maximum(b, see["alone"][0]), a, d)
         c = jnp.clip(jnp.minimum(c, see["alone"][1]), b, d)
-    parts = spans.spans.T
-    for first, end, (low, high), masked in (
-        (a, b, parts[0:2], True),
-        (b, c, parts[1:3], False),
-        (c, d, parts[2:4], True),
-    ):
-        if np.any(low < high) or (masked and "alone" in see):
-            start = loop(first, end, masked, start)
-    return start
+        before = True
+    if whole:
+        start = loop(b, c, False, start)
+    if before:  # and behind, in one loop: there is less to compile
+        return loop(a, d - c + b, True, start, lambda place: jnp.where(place < b, place, place - b + c))
+    return loop(c, d, True, start) if behind else start
 
 
 class Side(NamedTuple):

@@ -227,6 +227,6 @@ def of_tiles(made: tuple[Made, ...], walk: Walk, size: int, axes: tuple[int, ...
         )
         for i, (x, axis) in enumerate(zip(join(*parts), axes, strict=True)):
             at = (slice(None),) * axis + (tiles,)
-            x = x.astype(wholes[i].dtype)
+            x = jax.lax.optimization_barrier(x.astype(wholes[i].dtype))  # fused with what reads them it would copy all
             wholes[i] = wholes[i].at[at].set(x, unique_indices=True, indices_are_sorted=True)
     return tuple(x.reshape(whole.shape) for x, (whole, _) in zip(wholes, made, strict=True))

@@ -37,7 +37,8 @@ FEATURES = {
     "positions": "positions other than 0, 1, 2, ... (a cache)",
     "stretch": "a device's own stretch of the queries",
     "bias": "a position bias",
-    "other bias": "a position bias that is more than arithmetic on positions (FIRE)",
+    "network bias": "a position bias by a network (FIRE)",
+    "other bias": "a position bias that is more than arithmetic on two positions",
     "soft cap": "soft-capped scores",
     "sinks": "attention sinks",
     "additive": "additive scores",
@@ -74,6 +75,7 @@ class Implementation:
     lacks: frozenset[str] = frozenset()  # of FEATURES
     needs: frozenset[str] = frozenset()  # of FEATURES, without which it cannot be called
     lacks_together: tuple[frozenset[str], ...] = ()  # features that it has, but not in one call
+    slow: frozenset[str] = frozenset()  # of FEATURES, with which None passes it by: others are faster
     chips: tuple[Chip, ...] = ()  # (): any
     dtypes: tuple[str, ...] = ()  # (): any
     head_dims: int | tuple[int, ...] = 1  # they must be a multiple of this, or among these
@@ -107,6 +109,7 @@ IMPLEMENTATIONS = {
         run=flash,
         summary="our own kernel for GPUs, for what cuDNN's lacks",
         lacks=frozenset({"uneven blocks", "stretch", "other bias", "additive", "ring"}),
+        slow=frozenset({"network bias"}),
         chips=(Chip("gpu", capability=(8, 0), head_dim=128),),
         dtypes=("bfloat16", "float16", "float32"),
         queries=2,
@@ -264,6 +267,7 @@ def features(form: Form, o: Operands, with_lse: bool) -> set[str]:
         "positions": form.stretches == 0,
         "stretch": form.stretches > 1 and form.mask != FULL,
         "bias": form.bias is not None,
+        "network bias": isinstance(form.bias, Pairwise) and form.bias.network,
         "other bias": form.bias is not None and not isinstance(form.bias, Pairwise),
         "soft cap": form.soft_cap > 0,
         "sinks": o.sinks is not None,
@@ -308,7 +312,7 @@ def together(features: frozenset[str]) -> str:
 
 
 def pick(given: str | tuple[str, ...] | None, form: Form, o: Operands, with_lse: bool) -> Implementation:
-    """The implementation asked for, if it can serve; else the first of the fused ones that can, else by size.
+    """The implementation asked for, if it can serve; else the first fused one that can and is fast, else by size.
 
     `o` is what one device holds; shapes are enough.
     """
@@ -324,7 +328,7 @@ def pick(given: str | tuple[str, ...] | None, form: Form, o: Operands, with_lse:
             )
         return chosen
     for name in ("ring", "splash", "cudnn", "flash_decode", "flash"):
-        if not lacking(name, *call):
+        if not lacking(name, *call) and not IMPLEMENTATIONS[name].slow & features(*call):
             return IMPLEMENTATIONS[name]
     # A GPU would ask its host at every turn of a loop whether there is another.
     if placement.platform() != "gpu" and not lacking("decode", *call):
@@ -354,10 +358,11 @@ def support_matrix() -> dict[str, dict[str, str]]:
 
     asked = [frozenset({name}) for name in FEATURES]
     asked += [features for can in IMPLEMENTATIONS.values() for features in can.lacks_together]
-    table = {
-        together(features): line(lambda can, features=features: "-" if lacks(can, features) else "yes")
-        for features in asked
-    }
+
+    def answer(can: Implementation, features: frozenset[str]) -> str:
+        return "-" if lacks(can, features) else "slow" if features & can.slow else "yes"
+
+    table = {together(features): line(lambda can, features=features: answer(can, features)) for features in asked}
     table["platform"] = line(lambda can: "/".join(map(str, can.chips)) or "any")
     table["dtype"] = line(lambda can: "/".join(can.dtypes) or "any")
     table["head dim"] = line(head_dims)

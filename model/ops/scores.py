@@ -36,6 +36,7 @@ class Pairwise:
     """
 
     settles: int | None = None  # from this distance on, before and after, the score no longer changes
+    network: bool = False  # whether a score takes the many operations of a network
 
     def score(self, params: dict[str, Any], i: jax.Array, j: jax.Array) -> jax.Array:
         """Of queries at i and keys at j, elementwise. Of parameters `[H]` it is given one head's, or all with axes for

@@ -231,6 +231,8 @@ class FIREBias(Pairwise):
     """An MLP of the interpolated distance. log_c, log_L: [H]; hidden, hidden_bias, out: [units, H]; but for the last,
     all heads' are the same."""
 
+    network: ClassVar[bool] = True
+
     def __call__(self, params: dict[str, jax.Array], q_positions: jax.Array, k_positions: jax.Array) -> jax.Array:
         """Units once for all heads."""
         log_c, log_L, hidden, hidden_bias = (params[name][..., 0] for name in FIRE_SHARED)

@@ -114,6 +114,8 @@ class Optim:
     accumulate: Count = 1  # micro-batches per step
     frozen: tuple[Name, ...] = ()  # regular expressions of whole parameter paths that are not trained
     ssm_lr: NotNegative = 1.0  # factor on the learning rate of the parameters a mixer puts in its `ssm` group
+    # Regular expressions of whole parameter paths, and the group they are in whatever their mixer says.
+    groups: tuple[tuple[Name, Literal["decay", "no_decay", "ssm"]], ...] = ()
 
 
 Devices = Literal[-1] | Count  # -1: all that the other axes leave over

@@ -20,6 +20,7 @@ from configs.argument import parse
 from model.errors import UserError, choose
 
 EPOCHS = 200
+FINAL = 1e-6  # the rate at which the cosine ends, as published
 EXAMPLES = (6400, 3200, 1600, 800)
 # Task -> field -> its baseline, then the values that it is changed to, as published.
 TASKS = {
@@ -65,7 +66,7 @@ def get_config(argument: str = "") -> ConfigDict:
     c.steps = min(size["steps"], EPOCHS * task["n_train"] // c.batch_size)
     c.eval_every = c.checkpoint_every = 0 if arg.size == "smoke" else max(c.steps // 10, 1)
     c.eval_batches = 2 if arg.size == "smoke" else 0
-    c.optim.lr, c.optim.final_lr, c.optim.warmup, c.optim.weight_decay = size["lr"], 0.002, 0, 0.0
+    c.optim.lr, c.optim.final_lr, c.optim.warmup, c.optim.weight_decay = size["lr"], FINAL / size["lr"], 0, 0.0
     c.optim.b2, c.optim.clip = 0.999, 0.0
     return c
 

@@ -4,14 +4,20 @@ LRA's own Transformer: the released configurations (https://github.com/google-re
 lra_benchmarks/*/configs; its base rates over the root of the warm-up are peaks here). The baselines that it is
 compared with there share its settings on ListOps, Text and Retrieval, where their configurations name another model and
 little else; of Image and Pathfinder each has its own, and of Path-X none. For Mamba and B2S6 we found no settings. S4
-and S4D: the third version's (https://github.com/state-spaces/s4, e757cef, configs/experiment/lra/old/v3-*.yaml). S5:
-run_experiments of https://github.com/lindermanlab/S5, 3c18fdb. LRU: not its authors' but a replication's, in S4's code
+and S4D: the third version's (https://github.com/state-spaces/s4, e757cef, configs/experiment/lra/old/v3-*.yaml; of
+Path-X s4-pathx.yaml, whose rate and warm-up are not the papers' 5e-4 and one epoch). S5: run_experiments of
+https://github.com/lindermanlab/S5, 3c18fdb. LRU: not its authors' but a replication's, in S4's code
 (https://github.com/jhuang265/s4, 109a2d2, of Image 06f4700, configs/experiment/lra/lru-*.yaml). Norms are theirs: over
-the batch, but of layers in S4 on images. What they have and these do not: padding counts in their statistics; S4 on
-images shares its A and B among channels; S5 has one step for all modes on two tasks, other draws of C, and its norms at
-the state space's rate; LRU's replication reads forward only, with no gate after a layer. A state space's own parameters
-are trained at their published rate. Of the baselines, the Sparse Transformer (`fixed`) reads forward there, Sinkhorn
-sorts by one softmax, Performer has a ReLU for a kernel but on ListOps, and Synthesizer adds its scores to attention's.
+the batch, but of layers in S4 on images. A state space's own parameters have their published rates, and are decayed
+where they are there.
+
+What they have and these do not. All: padding counts in the statistics of norms, and norms and biases are decayed. S4:
+on images its A and B are shared among channels and dropout is the same along a row; it drops behind the gate too. S5:
+other draws of C; half a gate, with one matrix where this one has two; on Path-X B is decayed at the state space's rate;
+on images modes are clipped and not exponentials. LRU's replication reads forward only, with no gate after a layer.
+LRA's: dropout of attention's weights, of embeddings and within MLPs; a head with a hidden layer; its mean over a row
+counts padding. Of the baselines, the Sparse Transformer (`fixed`) reads forward there, Sinkhorn sorts by one softmax,
+Performer has a ReLU for a kernel but on ListOps, and Synthesizer adds its scores to attention's.
 """
 
 import math
@@ -40,6 +46,7 @@ class Recipe(NamedTuple):
     momentum: float = 0.9  # of the running statistics
     final_norm: bool = True  # behind the last layer, where norms stand before the others
     pool: str = "mean"
+    groups: Mapping[str, str] = MappingProxyType({})  # of parameters of the mixer, where not as it says itself
 
 
 class Transformer(NamedTuple):
@@ -65,9 +72,17 @@ def ring(modes: int, r_min: float, r_max: float, turn: float = 2.0) -> dict[str,
     return dict(state=2 * modes, r_min=r_min, r_max=r_max, max_phase=turn * math.pi)
 
 
-def s5(*recipe: Any, momentum: float = 0.95) -> Recipe:
+DECAYED = dict(C="decay", D="decay")  # of S4, whose A, B and steps alone are not
+
+
+def s4(*recipe: Any, **other: Any) -> Recipe:
+    """One of S4's where its steps have the rate of all parameters; they are not decayed."""
+    return Recipe(*recipe, groups=DECAYED | dict(log_dt="no_decay"), **other)
+
+
+def s5(*recipe: Any, momentum: float = 0.95, **groups: str) -> Recipe:
     """One of S5's: norms before the layers alone, and running statistics that keep more."""
-    return Recipe(*recipe, momentum=momentum, final_norm=False)
+    return Recipe(*recipe, momentum=momentum, final_norm=False, groups=dict(D="decay") | groups)
 
 
 TRANSFORMER = {
@@ -79,18 +94,20 @@ TRANSFORMER = {
     "pathx": Transformer(1, 32, 2, 8, 32, "mean", 0.1, 1e-3, "cosine", 0.0, 64, 500_000, 2500, 1.0, learned=128**2),
 }
 S4 = {
-    "listops": Recipe(8, 128, "post", 0.0, 0.01, 1e-3, 0.05, 50, 80_000, 1000),
-    "text": Recipe(6, 256, "pre", 0.0, 0.01, 1e-3, 0.05, 16, 50_000, 1000),
-    "retrieval": Recipe(6, 256, "pre", 0.0, 0.01, 1e-3, 0.05, 64, 50_000, 2500),
-    "image": Recipe(6, 512, "post", 0.1, 0.01, 1e-3, 0.05, 50, 180_000, 900, norm="layernorm"),
-    "pathfinder": Recipe(6, 256, "pre", 0.0, 0.004, 1e-3, 0.03, 64, 500_000, 2500, pool="last"),
-    "pathx": Recipe(6, 256, "pre", 0.0, 5e-4, 5e-4, 0.05, 16, 500_000, 50_000, dict(dt_min=1e-4)),
+    "listops": s4(8, 128, "post", 0.0, 0.01, 1e-3, 0.05, 50, 80_000, 1000),
+    "text": s4(6, 256, "pre", 0.0, 0.01, 1e-3, 0.05, 16, 50_000, 1000),
+    "retrieval": s4(6, 256, "pre", 0.0, 0.01, 1e-3, 0.05, 64, 50_000, 2500),
+    "image": s4(6, 512, "post", 0.1, 0.01, 1e-3, 0.05, 50, 180_000, 900, norm="layernorm"),
+    "pathfinder": Recipe(6, 256, "pre", 0.0, 0.004, 1e-3, 0.03, 64, 500_000, 2500, pool="last", groups=DECAYED),
+    "pathx": Recipe(6, 256, "pre", 0.0, 1e-3, 5e-4, 0.05, 16, 500_000, 50_000, dict(dt_min=1e-4), groups=DECAYED),
 }
 S5 = {  # epochs of the training sets as steps; a warm-up of one epoch, on Text of none
-    "listops": s5(8, 128, "pre", 0.0, 0.003, 1e-3, 0.04, 50, 76_800, 1920, dict(state=16, blocks=8)),
-    "text": s5(6, 256, "pre", 0.1, 0.004, 1e-3, 0.07, 50, 17_500, 0, dict(state=192, blocks=12)),
-    "retrieval": s5(6, 128, "pre", 0.0, 0.002, 1e-3, 0.05, 32, 91_920, 4596, dict(state=256, blocks=16)),
-    "image": s5(6, 512, "pre", 0.1, 0.0045, 1e-3, 0.07, 50, 225_000, 900, dict(state=384, blocks=3)),
+    "listops": s5(8, 128, "pre", 0.0, 0.003, 1e-3, 0.04, 50, 76_800, 1920, dict(state=16, blocks=8), B="decay"),
+    "text": s5(6, 256, "pre", 0.1, 0.004, 1e-3, 0.07, 50, 17_500, 0, dict(state=192, blocks=12), log_dt="decay"),
+    "retrieval": s5(
+        6, 128, "pre", 0.0, 0.002, 1e-3, 0.05, 32, 91_920, 4596, dict(state=256, blocks=16), log_dt="decay"
+    ),
+    "image": s5(6, 512, "pre", 0.1, 0.0045, 1e-3, 0.07, 50, 225_000, 900, dict(state=384, blocks=3), B="decay"),
     "pathfinder": s5(
         6, 192, "pre", 0.05, 0.0045, 9e-4, 0.03, 64, 500_000, 2500, dict(state=256, blocks=8), momentum=0.9
     ),
@@ -188,3 +205,4 @@ def use(config: ConfigDict, arch: str, task: str) -> None:
             config.model.batchnorm = dict(momentum=recipe.momentum)
         config.model[arch] = dict(recipe.mixer)
         config.optim.update(schedule="cosine", b2=0.999, clip=0.0, ssm_lr=recipe.ssm_lr / recipe.lr, **shared)
+        config.optim.groups = tuple((rf"stack/.*/mixer/{name}", group) for name, group in recipe.groups.items())

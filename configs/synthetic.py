@@ -2,8 +2,9 @@
 
     python -m train --config=configs/synthetic.py:task=mqar,arch=mamba --workdir=runs/mqar-mamba
 
-Tasks: mqar, selective_copying, induction. Feeds the table `quickstart`; a run takes 5 s to 2 minutes on a CPU core.
-Attention and Mamba solve all three; S4D, which treats every token alike, fails selective copying.
+Tasks: mqar, selective_copying, induction; these feed the table `quickstart`; a run takes 5 s to 2 minutes on a CPU
+core. Attention and Mamba solve all three; S4D, which treats every token alike, fails selective copying. And copying (a
+row from its start) and lookup ("what was the 13th token?").
 """
 
 from ml_collections import ConfigDict
@@ -16,10 +17,12 @@ TASKS = {
     "mqar": dict(length=16, vocab_size=16, n_pairs=3),
     "selective_copying": dict(length=32, vocab_size=16, n_tokens=4),
     "induction": dict(length=32, vocab_size=16),
+    "copying": dict(length=32, vocab_size=16, n_tokens=8),
+    "lookup": dict(length=32, vocab_size=32, n_questions=4, digits=2),
 }
 # At 4e-3 one attention seed of two never left recall's plateau (experiments/results/quickstart-h200), and on induction
 # ended at 88 %; at 2e-3 S4D does not learn induction in time.
-LEARNING_RATES = {"mqar": 2e-3, "selective_copying": 4e-3, "induction": 3e-3}
+LEARNING_RATES = {"mqar": 2e-3, "selective_copying": 4e-3, "induction": 3e-3, "copying": 4e-3, "lookup": 4e-3}
 
 
 def get_config(argument: str = "") -> ConfigDict:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -41,6 +42,20 @@ def test_a_measurement_leaves_a_row_like_a_runs(tmp_path):
     assert call(module, flags[0])[0] == 2, "without a folder there is nothing to do"
 
 
+def test_a_row_says_who_counted_its_memory(monkeypatch):
+    """Some devices tell of their memory, and not the most that was in use."""
+    run = prepare(configs.load(CONFIG, [("model.width", "8"), ("steps", "2"), ("batch_size", str(jax.device_count()))]))
+    for told, who in (
+        ({"bytes_limit": 9}, "the compiler"),
+        ({"peak_bytes_in_use": 7}, "the device"),
+        (None, "the compiler"),
+    ):
+        monkeypatch.setattr(steps.jax, "local_devices", lambda told=told: [SimpleNamespace(memory_stats=lambda: told)])
+        found = steps.measure(run)
+        assert found["memory_counted"] == f"by {who}"
+        assert (found["metrics"]["memory_gb"] == 7e-9) == (who == "the device")
+
+
 @pytest.mark.scale
 def test_memory_is_what_the_compiled_step_needs():
     found = []
@@ -66,7 +81,7 @@ def test_runs_are_of_published_sizes_and_stand_beside_published_numbers():
         )
         assert c.model.causal == any(MIXERS[name].forward_only for name in c.model.mixers)
     assert layout(speed, "small").published["attention", "4096"].value == 1.4
-    assert speed.also["memory_gb"]("small")["window", "3072"].value == 1.06
+    assert speed.also["memory_gb"]("small")["local", "3072"].value == 1.06
     assert not layout(speed, "smoke").published
 
 

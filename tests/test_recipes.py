@@ -2,6 +2,7 @@
 
 import itertools
 
+import flax.linen as nn
 import jax
 import numpy as np
 import pytest
@@ -12,7 +13,10 @@ from experiments.tables.definitions import TABLES
 from model import build
 from model.asked import Asked, Vectors
 from model.errors import UserError
+from model.groups import group_rules
+from model.paths import by_path
 from train import config as configs
+from train import optim
 
 ASKED = {
     "listops": (Asked(17, n_classes=10), 2048),
@@ -50,6 +54,31 @@ def test_a_recipe_reads_the_rows_of_its_task(arch, task):
 def test_the_ssm_rate_is_the_published_one():
     c = configs.load("configs/lra.py:task=image,arch=s5,size=paper")
     assert c.optim.lr * c.optim.ssm_lr == pytest.approx(1e-3) and (c.model.s5.state, c.model.s5.blocks) == (384, 3)
+
+
+def test_what_is_decayed_and_at_which_rate_is_published():
+    """S4's steps have the rate of all parameters on four tasks; S5's B is decayed on two, its steps on two others."""
+
+    def groups(arch, task):
+        c = configs.load(f"configs/lra.py:task={task},arch={arch},size=paper")
+        model = build.build(c.model.to_dict(), ASKED[task][0])
+        row = np.zeros((1, 64, 1), np.float32) if ASKED[task][0].inputs else np.zeros((1, 64), np.int32)
+        pair = {"other": row} if ASKED[task][0].pair else {}
+        params = nn.unbox(jax.eval_shape(lambda: model.init(jax.random.key(0), row, **pair)))["params"]
+        found = optim.groups(params, group_rules(c.model), c.optim.groups)
+        mixers = {path: group for path, group in by_path(found).items() if "/mixer/" in path}
+        return {path.split("/mixer/")[1]: group for path, group in mixers.items()}
+
+    s4d = {task: groups("s4d", task) for task in ("listops", "image", "pathfinder")}
+    assert {task: found["log_dt"] for task, found in s4d.items()} == dict(
+        listops="no_decay", image="no_decay", pathfinder="ssm"
+    )
+    assert {(found["A_real"], found["C"], found["D"]) for found in s4d.values()} == {("ssm", "decay", "decay")}
+    assert groups("s4", "text")["B"] == "ssm"
+    s5 = {task: groups("s5", task) for task in ("listops", "text", "pathfinder")}
+    assert {task: (found["B"], found["log_dt"]) for task, found in s5.items()} == dict(
+        listops=("decay", "ssm"), text=("ssm", "decay"), pathfinder=("ssm", "ssm")
+    )
 
 
 def test_s4_reads_a_path_off_its_last_pixel():

@@ -1,6 +1,9 @@
 """Training: sharding and groups as laws over the zoo, the step, the optimizer, and what happens to a broken loss."""
 
+import contextlib
+import itertools
 import json
+import re
 import threading
 
 import chex
@@ -164,6 +167,17 @@ def test_groups_decide_decay_and_rate():
     updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
     # Adam's first update is 1; decay adds 0.5 where allowed; ssm moves a tenth.
     np.testing.assert_allclose([updates[k][0] for k in "asw"], [-1.0, -0.1, -1.5], rtol=1e-5)
+    # A config may say otherwise: the last pattern that names a parameter does.
+    config["groups"] = (("[as]", "decay"), ("a|w", "ssm"))
+    tx = optim.optimizer(config, 10, rules)
+    updates, _ = tx.update(jax.tree.map(jnp.ones_like, params), tx.init(params), params)
+    np.testing.assert_allclose([updates[k][0] for k in "asw"], [-0.1, -1.5, -0.1], rtol=1e-5)
+    for pattern, message in (
+        ("b", "'b', which matches the whole path of no parameter"),
+        ("(", "no regular expression"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            optim.optimizer(config | dict(groups=((pattern, "ssm"),), frozen=("s",)), 10, rules).init(params)
 
 
 @pytest.mark.quick
@@ -228,6 +242,12 @@ SHORT = [
     ("log_every", "1"),
     ("eval_batches", "1"),
 ]
+
+
+def stop_after(dispatches: int | None):
+    """In the place of `graceful_stop`: a stop is requested after so many dispatches, or never."""
+    asked = itertools.count(1)
+    return lambda: contextlib.nullcontext(lambda: next(asked) == dispatches)
 
 
 class Lookup:

@@ -1,6 +1,7 @@
 """AdamW with schedules, clipping, and groups of parameters that mixers ask to treat apart.
 
-Groups: `decay` (the default), `no_decay`, and `ssm` (no decay, learning rate times `optim.ssm_lr`).
+Groups: `decay` (the default), `no_decay`, and `ssm` (no decay, learning rate times `optim.ssm_lr`). A config may put
+parameters into others than their mixers do.
 """
 
 import re
@@ -44,17 +45,30 @@ def path_name(path: tuple) -> str:
     return "/".join(str(getattr(key, "key", getattr(key, "name", key))) for key in path)
 
 
-def groups(params: Any, rules: list[tuple[str, str]]) -> Any:
-    """The group of every parameter; two rules that disagree on one are an error in a mixer."""
+def groups(params: Any, rules: list[tuple[str, str]], instead: Sequence[tuple[str, str]] = ()) -> Any:
+    """The group of every parameter; two rules that disagree on one are an error in a mixer. Boxed ones count as one.
+
+    Of the patterns `instead`, a config's own, the last that names a parameter is before all rules.
+    """
 
     def group(path, _):
         name = path_name(path)
+        if given := [group for pattern, group in instead if re.fullmatch(pattern, name)]:
+            return given[-1]
         found = {group for pattern, group in rules if re.fullmatch(pattern, name)}
         if len(found) > 1 or not found <= set(GROUPS):
             raise ValueError(f"parameter {name} is claimed by groups {sorted(found)}; it needs exactly one of {GROUPS}")
         return found.pop() if found else "decay"
 
-    return jax.tree_util.tree_map_with_path(group, params)
+    return jax.tree_util.tree_map_with_path(group, params, is_leaf=is_box)
+
+
+def is_box(x: Any) -> bool:
+    return isinstance(x, nn.meta.AxisMetadata)
+
+
+def names_of(params: Any) -> list[str]:
+    return [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)]
 
 
 def optimizer(config: Mapping[str, Any], steps: int, rules: list[tuple[str, str]]) -> optax.GradientTransformation:
@@ -62,11 +76,11 @@ def optimizer(config: Mapping[str, Any], steps: int, rules: list[tuple[str, str]
     c = config
 
     def decayed(params):
-        return jax.tree.map(lambda group: group == "decay", groups(params, rules))
+        return jax.tree.map(lambda group: group == "decay", groups(params, rules, c["groups"]))
 
     def scale_groups(updates, params):
         factor = {"decay": 1.0, "no_decay": 1.0, "ssm": c["ssm_lr"]}
-        return jax.tree.map(lambda u, group: u * factor[group], updates, groups(params, rules))
+        return jax.tree.map(lambda u, group: u * factor[group], updates, groups(params, rules, c["groups"]))
 
     parts = [optax.clip_by_global_norm(c["clip"])] if c["clip"] else []
     parts += [
@@ -76,16 +90,19 @@ def optimizer(config: Mapping[str, Any], steps: int, rules: list[tuple[str, str]
     if c["ssm_lr"] != 1.0:
         parts.append(optax.stateless(scale_groups))
     tx = optax.chain(*parts, optax.scale_by_learning_rate(schedule(c, steps)))
-    return optax.masked(tx, lambda params: trained(params, c["frozen"])) if c["frozen"] else tx
+    if c["frozen"]:
+        tx = optax.masked(tx, lambda params: trained(params, c["frozen"]))
+
+    def init(params):
+        matching([pattern for pattern, _ in c["groups"]], names_of(params), "optim.groups")
+        return tx.init(params)
+
+    return optax.GradientTransformation(init, tx.update)
 
 
 def trained(params: Any, frozen: Sequence[str]) -> Any:
     """Whether each parameter is trained; `frozen` are patterns of those that are not. Boxed ones count as one."""
-
-    def is_box(x):
-        return isinstance(x, nn.meta.AxisMetadata)
-
-    names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)]
+    names = names_of(params)
     held = matching(frozen, names, "optim.frozen")
     if len(held) == len(names):
         raise UserError(f"optim.frozen {tuple(frozen)} are all {len(names)} parameters; leave one to be trained")

@@ -4,12 +4,14 @@ import csv
 import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rich import box
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from experiments.measurements.sheet import markdown_table
 from experiments.tables.layout import COSTS, Cell, Sheet, heading, plain, span
 
 TESTED = {"best": ["Tested at the step that validation chose"], "last": ["Tested at the last step"], "": []}
@@ -27,76 +29,74 @@ class Arrangement:
 
 
 def arrange(sheet: Sheet) -> Arrangement:
-    """Labels, then per column its score and, where there is one, the published number, then the costs."""
+    """Labels, then per column its score and, where there is one, the published number, then failures and costs."""
+    body = [line(sheet, labels, cells) for labels, cells in sheet.lines.items()]
+    body += [baseline(sheet, name, spans) for name, spans in sheet.baselines.items()]
+    titles, labels = header(sheet), len(sheet.layout.by)
+    return Arrangement(titles, body, [False] * labels + [True] * (len(titles) - labels), notes(sheet))
+
+
+def header(sheet: Sheet) -> list[str]:
     layout = sheet.layout
-    quoted = [any(cells[i] and cells[i].published for cells in sheet.lines.values()) for i in range(len(sheet.columns))]
-    sources = _number_sources(sheet)
-    what = layout.metric.replace("/", " ") + (", %" if _percent(sheet) else "")
+    names = [heading(column, layout.across) for column in sheet.columns]
+    if len(names) == 1:
+        names = [": ".join(filter(None, [names[0], _metric(sheet)]))]
+    failed = ["failed seeds"] + ([f"failed at other {_names(layout.tuned)}"] if layout.tuned else [])
+    published = ["published"] * len(names)
+    return [*map(plain, layout.by), *_beside(sheet, names, published), *failed, "params", "state bytes", "steps/s"]
 
-    header = [plain(key) for key in layout.by]
-    for column, has_published in zip(sheet.columns, quoted, strict=True):
-        name = heading(column, layout.across)
-        if len(sheet.columns) == 1:
-            name = f"{name}: {what}" if name else what
-        header += [name, "published"] if has_published else [name]
-    counts = ["failed seeds"] + ([f"failed at other {_names(layout.tuned)}"] if layout.tuned else [])
-    header += [*counts, "params", "state bytes", "steps/s"]
 
-    body = []
-    for line, cells in sheet.lines.items():
-        texts = [plain(value) for value in line]
-        for cell, has_published in zip(cells, quoted, strict=True):
-            texts.append(_score(cell, sheet))
-            if has_published:
-                published = cell.published if cell else None
-                texts.append(f"{_number(published.value, sheet)} [{sources[published.source]}]" if published else "")
-        known = [cell for cell in cells if cell]
-        runs = {run for cell in known for run in cell.runs}
-        failed = {run for cell in known for run in cell.failed}
-        texts.append(f"{len(failed)} of {len(runs)}")
-        if layout.tuned:
-            others = {run for cell in known for run in cell.others}
-            texts.append(f"{len({run for cell in known for run in cell.others_failed})} of {len(others)}")
-        body.append(texts + [_costs(known, cost) for cost in COSTS])
-    for name, spans in sheet.baselines.items():
-        texts = [name, *[""] * (len(layout.by) - 1)]
-        for found, has_published in zip(spans, quoted, strict=True):
-            texts += [_range(found, lambda value: _number(value, sheet))] + [""] * has_published
-        body.append(texts + [""] * (len(counts) + len(COSTS)))
+def line(sheet: Sheet, labels: Sequence[Any], cells: Sequence[Cell | None]) -> list[str]:
+    known = [cell for cell in cells if cell]
+    scores = [_score(cell, sheet) for cell in cells]
+    published = [_quote(cell, sheet) for cell in cells]
+    failed = [_of((cell.failed for cell in known), (cell.runs for cell in known))]
+    if sheet.layout.tuned:
+        failed.append(_of((cell.others_failed for cell in known), (cell.others for cell in known)))
+    costs = [_costs(known, cost) for cost in COSTS]
+    return [*map(plain, labels), *_beside(sheet, scores, published), *failed, *costs]
 
-    scores = f"{what[0].upper()}{what[1:]}; {SPREAD}"
-    tuned = [_budget(sheet)] if layout.tuned else []
-    tuned += [f"Mean over every {', '.join(layout.averaged)}"] if layout.averaged else []
-    lengths = ", ".join(map(str, sheet.trained))
-    trained = [f"Trained at length {lengths}; blank: a length that the model cannot place"] if lengths else []
-    notes = [". ".join([scores, *tuned, *TESTED[sheet.tested], *trained, *_targets(sheet), sheet.provenance]) + "."]
-    notes += [f"Mixed: {what}." for what in sheet.mixed]
-    notes += [f"[{number}] {source}" for source, number in sources.items()]
-    changed = {
-        run: how for cells in sheet.lines.values() for cell in cells if cell for run, how in cell.changed.items()
-    }
-    notes += [f"Changed on the way: {run}: {how}" for run, how in sorted(changed.items())]
-    notes += [layout.note] if layout.note else []
-    numeric = [False] * len(layout.by) + [True] * (len(header) - len(layout.by))
-    return Arrangement(header, body, numeric, notes)
+
+def baseline(sheet: Sheet, name: str, spans: Sequence[tuple[float, float] | None]) -> list[str]:
+    """The line of a trivial score, which has no runs and no costs."""
+    scores = [_range(found, lambda value: _number(value, sheet)) for found in spans]
+    labels = [name, *[""] * (len(sheet.layout.by) - 1)]
+    failed = [""] * (2 if sheet.layout.tuned else 1)
+    return [*labels, *_beside(sheet, scores, [""] * len(scores)), *failed, *[""] * len(COSTS)]
+
+
+def notes(sheet: Sheet) -> list[str]:
+    layout, what, lengths = sheet.layout, _metric(sheet), ", ".join(map(str, sheet.trained))
+    said = [
+        f"{what[0].upper()}{what[1:]}; {SPREAD}",
+        *([_budget(sheet)] if layout.tuned else []),
+        *([f"Mean over every {', '.join(layout.averaged)}"] if layout.averaged else []),
+        *TESTED[sheet.tested],
+        *([f"Trained at length {lengths}; blank: a length that the model cannot place"] if lengths else []),
+        *_targets(sheet),
+        sheet.provenance,
+    ]
+    changed = {run: how for cell in _cells(sheet) for run, how in cell.changed.items()}
+    return [
+        ". ".join(said) + ".",
+        *(f"Mixed: {told}." for told in sheet.mixed),
+        *(f"[{number}] {source}" for source, number in _number_sources(sheet).items()),
+        *(f"Changed on the way: {run}: {how}" for run, how in sorted(changed.items())),
+        *([layout.note] if layout.note else []),
+    ]
 
 
 def markdown(sheet: Sheet) -> str:
     table = arrange(sheet)
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-    rule = "| " + " | ".join("---:" if numeric else "---" for numeric in table.numeric) + " |"
     title = [f"**{sheet.layout.title}**", ""] if sheet.layout.title else []
-    lines = [*title, line(table.header), rule, *map(line, table.body), "", *_paragraphs(table.notes)]
-    return "\n".join(lines) + "\n"
+    body = markdown_table(table.header, table.body, table.numeric)
+    return "\n".join([*title, body, *_paragraphs(table.notes)]) + "\n"
 
 
 def latex(sheet: Sheet) -> str:
     table = arrange(sheet)
 
-    def line(cells: Sequence[str]) -> str:
+    def row(cells: Sequence[str]) -> str:
         return " & ".join(map(escape_latex, cells)) + r" \\"
 
     columns = "".join("r" if numeric else "l" for numeric in table.numeric)
@@ -108,9 +108,9 @@ def latex(sheet: Sheet) -> str:
             r"\centering",
             rf"\begin{{tabular}}{{{columns}}}",
             r"\toprule",
-            line(table.header),
+            row(table.header),
             r"\midrule",
-            *map(line, table.body),
+            *map(row, table.body),
             r"\bottomrule",
             r"\end{tabular}",
             rf"\caption{{{escape_latex(caption)}}}",
@@ -138,27 +138,26 @@ def comma_separated(sheet: Sheet) -> str:
     layout, text = sheet.layout, io.StringIO()
     across = [layout.across] if layout.across else []
     writer = csv.writer(text, lineterminator="\n")
-    every = [cell for cells in sheet.lines.values() for cell in cells if cell]
+    every = _cells(sheet)
     marked = ["changed"] if any(cell.changed for cell in every) else []
     marked += ["targets"] if any(cell.targets for cell in every) else []
     marked += [*layout.tuned, "others", "others_failed"] if layout.tuned else []
-    scores = ["metric", "mean", "spread", "seeds", "failed", *marked]
-    numbers = [*scores, *COSTS, *sheet.baselines, "published", "source"]
-    writer.writerow([*layout.by, *across, *numbers])
-    for line, cells in sheet.lines.items():
+    names = ["metric", "mean", "spread", "seeds", "failed", *marked, *COSTS, *sheet.baselines, "published", "source"]
+    writer.writerow([*layout.by, *across, *names])
+    for labels, cells in sheet.lines.items():
         for i, (column, cell) in enumerate(zip(sheet.columns, cells, strict=True)):
             if cell is None:
                 continue
             summary, published = cell.summary, cell.published
             costs = [cell.costs.get(cost) for cost in COSTS]
             trivial = [spans[i][0] if spans[i] else None for spans in sheet.baselines.values()]
-            place = [*map(plain, line), *([plain(column)] if across else [])]
-            scores = [layout.metric, summary.mean, summary.spread, summary.n, summary.failed]
+            place = [*map(plain, labels), *([plain(column)] if across else [])]
+            found = [layout.metric, summary.mean, summary.spread, summary.n, summary.failed]
             more = {"changed": len(cell.changed), "targets": cell.targets and cell.targets[0]} | dict(cell.chosen)
             more |= {"others": len(cell.others), "others_failed": len(cell.others_failed)}
-            scores += [more[name] for name in marked]
+            found += [more[name] for name in marked]
             quote = [published.value, published.source] if published else [None, None]
-            writer.writerow([*place, *scores, *costs, *trivial, *quote])
+            writer.writerow([*place, *found, *costs, *trivial, *quote])
     return text.getvalue()
 
 
@@ -183,6 +182,34 @@ def terminal(sheet: Sheet, width: int) -> Group:
     return Group(Text(sheet.layout.title, style="bold"), *shown, Text("\n".join(table.notes)))
 
 
+def _cells(sheet: Sheet) -> list[Cell]:
+    """Those there are."""
+    return [cell for cells in sheet.lines.values() for cell in cells if cell]
+
+
+def _metric(sheet: Sheet) -> str:
+    return sheet.layout.metric.replace("/", " ") + (", %" if _percent(sheet) else "")
+
+
+def _beside(sheet: Sheet, scores: Sequence[str], published: Sequence[str]) -> list[str]:
+    """What stands in a line for each column: its score, and the published number if any line of it has one."""
+    columns = zip(*sheet.lines.values(), strict=True)
+    quoted = [any(cell and cell.published for cell in cells) for cells in columns]
+    pairs = zip(scores, published, quoted, strict=True)
+    return [text for score, quote, both in pairs for text in ([score, quote] if both else [score])]
+
+
+def _quote(cell: Cell | None, sheet: Sheet) -> str:
+    if cell is None or cell.published is None:
+        return ""
+    return f"{_number(cell.published.value, sheet)} [{_number_sources(sheet)[cell.published.source]}]"
+
+
+def _of(few: Iterable[frozenset[str]], every: Iterable[frozenset[str]]) -> str:
+    """How many of a line's runs; one that stands in several columns is counted once."""
+    return f"{len(frozenset().union(*few))} of {len(frozenset().union(*every))}"
+
+
 def _score(cell: Cell | None, sheet: Sheet) -> str:
     if cell is None:
         return ""
@@ -202,9 +229,11 @@ def _names(labels: Iterable[str]) -> str:
 
 
 def _budget(sheet: Sheet) -> str:
-    """How the tuned labels were chosen, and whether all had the same choice."""
-    low, high = span(cell.tried for cells in sheet.lines.values() for cell in cells if cell)
-    among = f"{low} settings a cell" if low == high else f"{low} to {high} settings a cell, so tuning was not equal"
+    """How the tuned labels were chosen, and whether all had the same choice, and all of it."""
+    low, high = span(cell.tried for cell in _cells(sheet))
+    among = f"{_range((low, high), str, ' to ')} setting{'s' * (high != 1)} a cell"
+    among += f" of {sheet.layout.settings} that the table defines" if high < sheet.layout.settings else ""
+    among += ", so tuning was not equal" if low < high else ""
     return f"{_names(sheet.layout.tuned)} chosen on the validation split among {among}"
 
 
@@ -237,16 +266,16 @@ def _costs(cells: Sequence[Cell], cost: str) -> str:
     return _range(found, lambda value: f"{value:,.0f}" if value >= 100 else f"{value:.3g}")
 
 
-def _range(found: tuple[float, float] | None, write: Callable[[float], str]) -> str:
+def _range(found: tuple[float, float] | None, write: Callable[[float], str], to: str = "–") -> str:
     if found is None:
         return ""
     low, high = map(write, found)
-    return low if low == high else f"{low}–{high}"
+    return low if low == high else f"{low}{to}{high}"
 
 
 def _number_sources(sheet: Sheet) -> dict[str, int]:
-    quoted = [cell.published for cells in sheet.lines.values() for cell in cells if cell and cell.published]
-    return {source: i for i, source in enumerate(dict.fromkeys(p.source for p in quoted), start=1)}
+    quoted = dict.fromkeys(cell.published.source for cell in _cells(sheet) if cell.published)
+    return {source: i for i, source in enumerate(quoted, start=1)}
 
 
 def _paragraphs(notes: Sequence[str]) -> list[str]:

@@ -39,6 +39,7 @@ class Layout:
     by: tuple[str, ...]  # labels that name its lines
     across: str | None = None  # label that names its columns; None: one column
     tuned: tuple[str, ...] = ()  # labels whose best value on the validation split is taken
+    settings: int = 0  # of the tuned labels that a cell is to have; 0: nobody says
     averaged: tuple[str, ...] = ()  # labels over whose values, each tuned, a seed's score is the mean
     order: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # label -> values as they should stand
     published: Mapping[tuple[str, ...], Published] = field(default_factory=dict)  # (*by, across) values -> number

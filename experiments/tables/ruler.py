@@ -11,11 +11,11 @@ ARCHS = ("attention", "alibi", "window", "s4d", "mamba", "mamba2", "rglru", "rwk
 
 
 def needle(scale: str) -> list[RunSpec]:
-    """One needle, looked for by every architecture, at lengths far past those of training."""
+    """One needle, and one key of digits, looked for by every architecture, at lengths far past those of training."""
+    tasks, seeds = choose("scale", scale, {"small": (("needle", "passkey"), 3), "smoke": (("needle",), 1)})
     return [
-        RunSpec(f"configs/ruler.py:task=needle,arch={arch},size={scale}", {"seed": seed}, {"arch": arch})
-        for arch in ARCHS
-        for seed in range(choose("scale", scale, {"small": 3, "smoke": 1}))
+        RunSpec(f"configs/ruler.py:task={task},arch={arch},size={scale}", {"seed": seed}, {"task": task, "arch": arch})
+        for task, arch, seed in product(tasks, ARCHS, range(seeds))
     ]
 
 
@@ -36,10 +36,10 @@ def ruler(scale: str) -> list[RunSpec]:
 TABLES = [
     Table(
         name="needle",
-        description="a needle in a haystack, its whole value, trained on short rows, tested on long",
+        description="a needle in a haystack or a passkey, its whole value, trained on short rows, tested on long",
         runs=needle,
         scales=("small", "smoke"),
-        by=("arch",),
+        by=("task", "arch"),
         across="length",
         metric="test/exact",
     ),

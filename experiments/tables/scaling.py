@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from experiments.measurements.scaling import FAILED, MEASURED
+from experiments.measurements.sheet import all_of, markdown_table
 from experiments.tables.plot import COLOURS, GREY, MARKERS, plt
 
 Row = dict[str, Any]
@@ -51,9 +53,8 @@ def by_mixer(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 def table(rows: Sequence[Row]) -> str:
     """Markdown: a line per mixer."""
-    lines = ["| " + " | ".join(HEADINGS) + " |", "| --- |" + " ---: |" * (len(HEADINGS) - 2) + " --- |"]
-    lines += ["| " + " | ".join(line(name, mine)) + " |" for name, mine in by_mixer(rows).items()]
-    return "\n".join([*lines, "", note(rows)]) + "\n"
+    body = [line(name, mine) for name, mine in by_mixer(rows).items()]
+    return f"{markdown_table(HEADINGS, body, [False, *[True] * (len(HEADINGS) - 2), False])}\n{note(rows)}\n"
 
 
 def line(name: str, rows: Sequence[Row]) -> list[str]:
@@ -72,15 +73,12 @@ def line(name: str, rows: Sequence[Row]) -> list[str]:
 
 
 def why(row: Row) -> str:
-    return f": {row['error']}".replace("|", "\\|") if row["status"] == FAILED else ""
+    return f": {row['error']}" if row["status"] == FAILED else ""
 
 
 def note(rows: Sequence[Row]) -> str:
     """What was measured, and where."""
-
-    def every(key: str) -> str:
-        return ", ".join(sorted({str(row[key]) for row in rows}))
-
+    every = partial(all_of, rows)
     return (
         f"A training step of one layer: value and gradient of one row, width {every('width')}, {every('dtype')}. Time "
         f"and temporary memory grow by these powers of the length, fitted to the last {FITTED} lengths; a logarithm "

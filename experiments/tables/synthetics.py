@@ -42,6 +42,13 @@ def over_archs(config: str, archs: Sequence[str], seeds: Mapping[str, int], scal
     ]
 
 
+def induction_heads(scale: str) -> list[RunSpec]:
+    """At scale paper the better of two rates, as published."""
+    archs = ("attention", "alibi", *RECURRENT, "hybrid")
+    runs = over_archs("induction_heads", archs, {"small": 3, "smoke": 1, "paper": 3}, scale)
+    return over_grid(runs, {"optim.lr": (2e-4, 1e-3)}) if scale == "paper" else runs
+
+
 def recall(scale: str) -> list[RunSpec]:
     """Zoology's grid: architectures in several widths and at several rates, recalling several numbers of pairs."""
     archs = ("attention", "s4d", "rwkv", "rglru", "mamba", "mamba2")
@@ -91,16 +98,12 @@ TABLES = [
     Table(
         name="induction_heads",
         description="what followed this token last time, trained on short rows, tested on long",
-        runs=partial(
-            over_archs,
-            "induction_heads",
-            ("attention", "alibi", *RECURRENT, "hybrid"),
-            {"small": 3, "smoke": 1, "paper": 3},
-        ),
+        runs=induction_heads,
         scales=("small", "smoke", "paper"),
         by=("arch",),
         across="length",
         metric="test/accuracy",
+        tuned=("lr",),
         published=published.induction_heads,
     ),
     Table(

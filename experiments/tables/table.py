@@ -83,12 +83,18 @@ def layout(table: Table, scale: str) -> Layout:
     runs = table.runs(scale)
     keys = dict.fromkeys(key for run in runs for key in run.labels)
     order = {key: list(dict.fromkeys(run.labels[key] for run in runs if key in run.labels)) for key in keys}
+    tuned = tuple(key for key in table.tuned if len(order.get(key, ())) > 1)
+    settings: dict[tuple, set] = {}
+    for run in runs:
+        place = tuple(run.labels.get(key) for key in (*table.by, table.across))
+        settings.setdefault(place, set()).add(tuple(run.labels.get(key) for key in tuned))
     title = f"{table.name}: {table.description}" + (f" (scale {scale})" if scale != table.scales[0] else "")
     return Layout(
         table.metric,
         table.by,
         table.across,
-        tuned=tuple(key for key in table.tuned if len(order.get(key, ())) > 1),
+        tuned=tuned,
+        settings=max(map(len, settings.values())),
         averaged=tuple(key for key in table.averaged if len(order.get(key, ())) > 1),
         order=order,
         published=table.published(scale),

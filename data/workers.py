@@ -41,9 +41,13 @@ class Block(NamedTuple):
         return self.task.examples(self.split, self.index, Stream(self.seed, self.split, self.order).at(self.place))
 
 
+def cores() -> list[int]:
+    """Those that this process may use, as far as the system tells."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
 def spare_cores() -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores - 1, MOST)
+    return min(len(cores()) - 1, MOST)
 
 
 class Workers:

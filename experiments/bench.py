@@ -55,6 +55,7 @@ from model.errors import UserError, choose
 from model.settings import LARGEST, LONGEST, Count, Name, Positive, within
 from train import cli
 from train.revision import revision
+from train.workdir import write_text
 
 CONFIG = flags.DEFINE_multi_string("config", [], "Config file, with its argument if any; may be repeated.")
 STEPS = cli.flag("steps", Annotated[int, within(2, LARGEST)], 500, "loop: steps in a round.")
@@ -210,9 +211,14 @@ def main(argv: list[str]) -> int:
     refuse_unread(argv[1])
     out = Path(OUT.value) if OUT.value else None
     if out:
+        if out.suffix in (".md", ".png"):
+            closest = out.with_suffix(".jsonl")
+            raise UserError(f"--out={out} is for rows, and {out.suffix} for what is made of them; closest: {closest}")
         folders.make(out.parent)
         if out.is_dir():
             raise UserError(f"--out={out} is a folder; give a file, such as {out / 'rows.jsonl'}")
+        if out.exists() and not out.is_file():
+            raise UserError(f"--out={out} is a device or a pipe, and rows replace the file; give a plain one")
         folders.check_writable(out)
     if argv[1] == "scaling":
         scaling.share_the_device()
@@ -221,9 +227,9 @@ def main(argv: list[str]) -> int:
         print(text, flush=True)
         rows.append({"bench": argv[1], **provenance(), **row})
         if out:  # row by row: what is measured stays, whatever happens to the next
-            out.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
+            write_text(out, "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
             if argv[1] in MARKDOWN:
-                out.with_suffix(".md").write_text(MARKDOWN[argv[1]](rows))
+                write_text(out.with_suffix(".md"), MARKDOWN[argv[1]](rows))
     if out and rows and argv[1] in PICTURES:
         PICTURES[argv[1]](rows, out.with_suffix(".png"))
     if ONLY.value is not None and not rows:

@@ -84,7 +84,7 @@ def part_of_plan(table: Table, out: Path | None) -> Part:
     planned = campaign.plan(runs, out)
     for repeat in campaign.repeats(runs, planned):
         raise UserError(f"table {table.name} asks for one config twice, the second time as {repeat}")
-    if not MIXED.value and not all(folders.finished(out / name) for name in planned):
+    if not MIXED.value and campaign.unfinished(planned, out):
         there = [row for row in rows.collect(out) if row["run"] in planned] if out.is_dir() else []
         sources.refuse_other_code(there, revision(), str(out))
     return Part(table, scale, out, planned)
@@ -97,7 +97,7 @@ def changed() -> dict[str, Value]:
 
 def to_run(part: Part) -> str:
     """What is not finished yet, and what it takes; nothing where all is."""
-    left = [item.config for name, item in part.planned.items() if not folders.finished(part.out / name)]
+    left = campaign.unfinished(part.planned, part.out)
     return f"{part.table.name}, scale {part.scale}, to run: {cost.of(left)}" if left else ""
 
 

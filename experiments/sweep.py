@@ -19,7 +19,7 @@ from typing import Literal
 
 from absl import flags
 
-from experiments.running import campaign
+from experiments.running import campaign, cost
 from experiments.running.expand import expand
 from experiments.running.runs import read_value
 from model.errors import UserError
@@ -57,13 +57,15 @@ def main(argv: list[str]) -> int:
     common = {key: read_value(text) for key, text in cli.overrides()}
     runs = expand(CONFIG.value, GRID.value, ZIP.value, LIST.value, SEEDS.value, common)
     planned = campaign.plan(runs, out)
+    local = LAUNCHER.value == "local"  # elsewhere data may lie on other disks
+    if local:
+        campaign.refuse_unprepared((planned, out))
+    cost.check(campaign.unfinished(planned, out), elsewhere=not local)
     if LAUNCHER.value == "print":
         print("\n".join(campaign.commands(planned, out)))
         return 0
     for repeat in campaign.repeats(runs, planned):
         print(f"left out, same config as another run: {repeat}")
-    if LAUNCHER.value == "local":  # elsewhere data may lie on other disks
-        campaign.refuse_unprepared((planned, out))
     options = {} if SLURM.value is None else {"options": SLURM.value}
     return campaign.exit_code(campaign.carry_out(planned, out, JOBS.value, LAUNCHER.value, **options))
 

@@ -230,6 +230,14 @@ def test_every_mixer_claims_and_can_be_made():
     assert scaling.lengths(20_000) == LENGTHS[:3] and scaling.lengths()[-1] == 2**14
 
 
+@pytest.mark.quick
+def test_there_is_a_worker_for_each_core_also_where_no_system_tells_which(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    for there, found in ((3, 3), (500, scaling.MOST_WORKERS), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda there=there: there)
+        assert scaling.workers() == found
+
+
 def test_a_step_is_measured():
     mixer = scaling.make("s4d", 32, width=8, dtype="float32")
     row = scaling.measure(mixer, 32, scaling.room())

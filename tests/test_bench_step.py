@@ -78,3 +78,13 @@ def test_a_figure_that_is_not_known_is_left_out():
     sheet = Sheet({"case": "case"}, {"ms": ("ms", ".1f"), "rate": ("steps/s", ".0f")})
     row = dict(case="a", ms=1.25, rate=None)
     assert sheet.sentence(row) == "a: 1.2 ms" and sheet.table([row]).splitlines()[-1] == "| a | 1.2 |  |"
+
+
+@pytest.mark.quick
+def test_any_text_is_one_cell_of_a_table():
+    sheet = Sheet({"case": "case"}, {"ms": ("ms", ".1f")})
+    assert sheet.table([dict(case="a|b\nc", ms=1.25)]).splitlines() == [
+        "| case | ms |",
+        "|---|---|",
+        "| a\\|b c | 1.2 |",
+    ]

@@ -1,6 +1,7 @@
 """Sweeps expand to what was written, survive what befalls them, and tables say what the rows say."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -160,12 +161,34 @@ def test_a_plan_keeps_each_config_once_and_refuses_mistakes_before_anything_is_m
 
 def test_a_folder_with_another_config_is_refused(tmp_path):
     (run,) = expand(DEBUG, common={"steps": 7})
-    folder = tmp_path / "seed=0"
-    folders.claim(folder, run, "abc")
-    folders.write_json(folder / "config.json", {"steps": 7, "batch_size": 16, "resume_safe": ["keep"]})
-    assert list(campaign.plan([run], tmp_path)) == ["seed=0"]
+    ((name, item),) = campaign.plan([run], tmp_path).items()
+    folders.claim(tmp_path / name, run, item.config_hash)
+    folders.write_json(tmp_path / name / "config.json", item.config.to_dict() | {"resume_safe": ["keep"]})
+    assert list(campaign.plan([run], tmp_path)) == [name] == ["seed=0"]
     with pytest.raises(UserError, match="holds a run with steps=7, not steps=8"):
         campaign.plan(expand(DEBUG, common={"steps": 8}), tmp_path)
+
+
+def test_a_finished_run_stays_so_when_the_code_gets_other_keys(tmp_path):
+    """Of this run's time there was no `deterministic` and no `model.final_norm`, but a `colour`."""
+    (run,) = expand(DEBUG)
+    ((name, item),) = campaign.plan([run], tmp_path).items()
+    then = item.config.to_dict() | {"colour": "red", "resume_safe": ["steps"]}
+    del then["deterministic"], then["model"]["final_norm"]
+    own = configs.digest(then)
+    folders.claim(tmp_path / name, run, own)
+    folders.write_json(tmp_path / name / "config.json", then)
+    ((_, begun),) = campaign.plan([run], tmp_path).items()
+    assert begun.config_hash == item.config_hash != own, "what is not over will be of the code that ends it"
+    made = row({}, 0, 0.5, steps=9, config_hash=own)
+    folders.write_json(tmp_path / name / "result.json", made)
+    planned = campaign.plan([run], tmp_path)
+    campaign.carry_out(planned, tmp_path)
+    (found,) = rows.read_rows(tmp_path / "rows.jsonl")
+    assert (found["status"], found["config_hash"]) == ("finished", own)
+    for key, value in (("deterministic", False), ("model.final_norm", False)):
+        with pytest.raises(UserError, match=f"holds a run of before there was {key}, not {key}=False; choose"):
+            campaign.plan(expand(DEBUG, common={key: value}), tmp_path)
 
 
 # Whole commands
@@ -173,14 +196,21 @@ def test_a_folder_with_another_config_is_refused(tmp_path):
 
 def test_mistakes_are_one_line_and_exit_code_2(tmp_path):
     (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    odd = (f"--config={DEBUG}:arch=attention", "--config.model.width=48", "--grid=model.attention.n_heads=2,16")
     out = f"--out={tmp_path / 'out'}"
     cases = {
         ("experiments.sweep", f"--config={DEBUG}", out, "--grid=optim.lrr=1,2"): "closest: optim.lr",
         ("experiments.sweep", f"--config={DEBUG}", out, "--grids=optim.lr=1"): "closest: --grid",
+        ("experiments.sweep", *odd, out): "run n_heads=16,seed=0: rope rotates pairs",
+        ("experiments.sweep", *odd, out, "--launcher=print"): "run n_heads=16,seed=0: rope rotates pairs",
         ("experiments.reproduce", "quickstrat"): "closest: quickstart",
         ("experiments.report", f"--dir={tmp_path / 'empty'}"): "no rows to report on",
         ("experiments.bench", "lop"): "closest: loop",
         ("experiments.bench", "features", "--kills=2"): "features does not read --kills; allowed: --out",
+        ("experiments.bench", "features", f"{out}/x.md"): "x.md is for rows, and .md for what is made of them; closest",
+        ("experiments.bench", "scaling", f"{out}/x.png"): "out/x.jsonl",
+        ("experiments.bench", "features", f"--out={tmp_path / 'pipe'}"): "is a device or a pipe",
         ("experiments.list", "mambo"): "unknown name 'mambo'; choose from",
     }
     for case in cases:
@@ -386,6 +416,37 @@ def test_overhead_is_measured_on_the_real_loop(tmp_path):
     assert found["step_ms"] > 0 < found["loop_ms"]
     assert -2 < found["lowest"] <= found["overhead"] <= found["highest"] < 1
     assert f"{DEBUG}: {found['overhead']:.1%} overhead" in printed
+
+
+STUB = """
+import resource, signal
+from experiments import bench
+from train import cli
+
+def rows():
+    yield {"n": 1}, "one"
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, ROOM))
+    yield {"n": 2}, "two"
+
+bench.BENCHES["features"], bench.MARKDOWN["features"] = rows, lambda rows: "row\\n" * 20 * len(rows)
+cli.run(bench.main)
+"""
+
+
+@pytest.mark.parametrize(("room", "full"), [(100, "rows.jsonl"), (1000, "")])
+def test_rows_of_a_bench_stay_when_the_disk_is_full(room, full, tmp_path):
+    file = tmp_path / "rows.jsonl"
+    words = [sys.executable, "-c", STUB.replace("ROOM", str(room)), "features", f"--out={file}"]
+    ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    found = [json.loads(line)["n"] for line in file.read_text().splitlines()]
+    if full:
+        assert ended.returncode == 2 and f"cannot write {tmp_path / full}: File too large" in ended.stderr
+    else:
+        assert ended.returncode == 0, ended.stderr
+    assert found == ([1] if full else [1, 2])
+    assert (tmp_path / "rows.md").read_text() == "row\n" * 20 * len(found)
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "rows.md"}
 
 
 def test_startup_is_timed_twice_with_one_new_cache(monkeypatch):

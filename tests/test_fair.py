@@ -4,6 +4,7 @@ import csv
 import inspect
 import io
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,21 @@ def test_a_table_says_that_budgets_differ():
     made = at_rates("a", {0.1: (0.5,), 0.2: (0.7,), 0.3: (0.6,)}) + at_rates("b", {0.1: (0.5,)})
     (note,) = formats.arrange(sheet(made, TUNED)).notes
     assert "among 1 to 3 settings a cell, so tuning was not equal." in note
+
+
+@pytest.mark.quick
+def test_a_table_says_of_how_many_settings_only_some_were_run():
+    lra = table.layout(TABLES["lra"], "small")
+    assert (lra.tuned, lra.settings) == (("lr",), 2)
+    for tried, told in (
+        ({0.1: (0.5,)}, "among 1 setting a cell of 2 that the table defines."),
+        ({0.1: (0.5,), 0.2: (0.7,)}, "among 2 settings a cell."),
+    ):
+        (note,) = formats.arrange(sheet(at_rates("a", tried), replace(TUNED, settings=lra.settings))).notes
+        assert told in note
+    unequal = at_rates("a", {0.1: (0.5,), 0.2: (0.7,)}) + at_rates("b", {0.1: (0.5,)})
+    (note,) = formats.arrange(sheet(unequal, replace(TUNED, settings=3))).notes
+    assert "among 1 to 2 settings a cell of 3 that the table defines, so tuning was not equal." in note
 
 
 @pytest.mark.quick

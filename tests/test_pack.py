@@ -34,10 +34,11 @@ def save(run: Path, step: int, score: float | None, size: int) -> None:
 
 
 def make(run: Path, status: str | None = None) -> Path:
-    """A run that has three checkpoints, the second its best."""
+    """A run that has three checkpoints, the second its best, and has been started more than once."""
     run.mkdir(parents=True)
-    for name in ("config.json", "run.json", "data.json", "changes.json"):
+    for name in ("config.json", "run.json", "data.json", "changes.json", "restarts.json", "goodput.json"):
         folders.write_json(run / name, {"name": name})
+    folders.write_json(run / "failed.json", {"code": 1, "error": "it broke"})
     (run / "metrics.jsonl").write_text('{"step": 1}\n' * 1000)
     (run / "log.txt").write_text("not needed to go on")
     for step, score in ((10, 0.5), (20, 0.9), (30, 0.9 if status else None)):

@@ -1,6 +1,7 @@
 """Pod configs: as many parameters as their names say, and meshes that are as large as their machines."""
 
 import math
+import re
 
 import flax.linen as nn
 import jax
@@ -9,6 +10,7 @@ import pytest
 import data
 from configs import pods
 from data import pipeline
+from experiments.measurements import pods as bench
 from model.errors import UserError
 from tests.processes import run
 from train import chips
@@ -30,6 +32,13 @@ def test_a_size_is_within_4_percent_of_its_name(arch, size):
     model, batch = model_for(objective, c), objective.view(pipeline.batch_at(task, 0, "train", 1, 0), None)
     made = jax.eval_shape(lambda: model.init(jax.random.key(0), batch["inputs"], **arguments(batch)))["params"]
     assert sum(x.size for x in jax.tree.leaves(nn.unbox(made))) == pytest.approx(pods.PARAMS[size], rel=0.04)
+
+
+@pytest.mark.quick
+def test_what_a_compiler_says_is_one_cell_of_a_table():
+    case = next(bench.cases()) | {"error": "XlaRuntimeError: f32[8] | f32[4]", "fits": False}
+    (line,) = [line for line in bench.table([case]).splitlines() if "Xla" in line]
+    assert len(re.findall(r"(?<!\\)\|", line)) == len(bench.TITLES) + 1
 
 
 @pytest.mark.parametrize("target", pods.TARGETS)

@@ -149,6 +149,19 @@ def test_a_run_waits_for_its_source(here, tmp_path):
 
 
 @pytest.mark.quick
+def test_what_another_process_finishes_is_not_submitted(here, tmp_path, monkeypatch):
+    a, b = job(tmp_path, "a"), job(tmp_path, "b", after="a")
+    training = [True, False]
+    monkeypatch.setattr(folders, "in_use", lambda folder: folder == a.folder and training.pop(0))
+    events = slurm.slurm([a, b])
+    assert until(events, "wait") == [("wait", "a")]
+    finish(a)
+    assert until(events, "note") == [("done", "a"), ("note", "")]
+    (record,) = submitted(tmp_path)
+    assert [run["name"] for run in json.loads(record.read_text())["runs"]] == ["b"]
+
+
+@pytest.mark.quick
 def test_mistakes_are_told_before_anything_is_made(here, tmp_path, monkeypatch):
     out = tmp_path / "sweep"
     (here / "refuse").write_text("sbatch: error: invalid partition specified: gpx\nsbatch: error: Batch job failed\n")

@@ -7,12 +7,14 @@ differ in is the spread of the estimate, and that grows with the norms of querie
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from experiments.measurements.sheet import all_of, markdown_table
 from model.ops.features import directions, log_positive
 
 Row = dict[str, Any]
@@ -120,18 +122,16 @@ def part(rows: list[Row], key: str) -> str:
     kinds = list(dict.fromkeys(row["kind"] for row in rows))
     places = list(dict.fromkeys((row["scale"], row["features"]) for row in rows))
     cells = {(row["scale"], row["features"], row["kind"]): row for row in rows}
-    lines = ["| " + " | ".join(["scale", "features", *kinds]) + " |", "|" + " ---: |" * (2 + len(kinds))]
+    body = []
     for scale, F in places:
         found = [cells.get((scale, F, kind)) for kind in kinds]
-        texts = [figure(row, key) if row else "" for row in found]
-        lines.append("| " + " | ".join([f"{scale:g}", f"{F:,}", *texts]) + " |")
-    return "\n".join(lines) + "\n"
+        body.append([f"{scale:g}", f"{F:,}", *(figure(row, key) if row else "" for row in found)])
+    header = ["scale", "features", *kinds]
+    return markdown_table(header, body, [True] * len(header))
 
 
 def note(rows: list[Row]) -> str:
-    def every(key: str) -> str:
-        return ", ".join(sorted({str(row[key]) for row in rows}))
-
+    every = partial(all_of, rows)
     return (
         f"Attention without a mask over {every('tokens')} tokens with {every('channels')} channels. Queries and keys "
         "are normal, times the scale: scores have the square of it for a standard deviation. Errors are norms of "

@@ -9,12 +9,13 @@ import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from configs import pods
-from experiments.measurements.sheet import rows_like
+from experiments.measurements.sheet import all_of, markdown_table, rows_like
 from train import chips, compile_only
 from train import config as configs
 from train.revision import source_digest
@@ -105,8 +106,7 @@ TITLES += ("tokens a day", "chip-hours")
 
 
 def part(rows: list[Row]) -> str:
-    lines = ["| " + " | ".join(TITLES) + " |", "|" + "---|" * len(TITLES)]
-    return "\n".join([*lines, *("| " + " | ".join(cells(row)) + " |" for row in rows)]) + "\n"
+    return markdown_table(TITLES, map(cells, rows))
 
 
 def cells(row: Row) -> list[str]:
@@ -129,9 +129,7 @@ def cells(row: Row) -> list[str]:
 
 
 def note(rows: list[Row]) -> str:
-    def every(key: str) -> str:
-        return ", ".join(sorted({str(row[key]) for row in rows if key in row}))
-
+    every = partial(all_of, rows)
     return (
         f"Nothing here was run: programs were compiled, by {every('compiler')} compiler, and what they do was divided "
         "by what chips can do as their makers tell (`train/chips.py`). Where that is the CPU's, memory and collectives "

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from data.workers import cores
 from experiments.measurements.elsewhere import elsewhere
 from experiments.measurements.sheet import rows_like
 from experiments.measurements.speed import compiled_bytes, place
@@ -301,7 +302,7 @@ def together(wanted: Mapping[str, tuple[float, float]], left: float, workers: in
 
 def workers() -> int:
     """One for each core, up to a point."""
-    return min(len(os.sched_getaffinity(0)), MOST_WORKERS)
+    return min(len(cores()), MOST_WORKERS)
 
 
 def following(rows: Sequence[Row], lengths: Sequence[int]) -> int | None:

@@ -1,7 +1,7 @@
 """How rows of figures are told: each in a sentence as it comes, and all of them in a table; and rows of before."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,28 @@ class Sheet:
     def table(self, rows: Iterable[Row]) -> str:
         """Markdown, a line per row."""
         titles = [*self.names.values(), *(title for title, _ in self.figures.values())]
-        lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
-        for row in rows:
-            cells = [self.name(row, key) for key in self.names] + [self.figure(row, key) for key in self.figures]
-            lines.append("| " + " | ".join(cells) + " |")
-        return "\n".join(lines) + "\n"
+        return markdown_table(
+            titles,
+            [
+                [self.name(row, key) for key in self.names] + [self.figure(row, key) for key in self.figures]
+                for row in rows
+            ],
+        )
+
+
+def markdown_table(header: Sequence[str], body: Iterable[Sequence[str]], right: Sequence[bool] = ()) -> str:
+    """Lines of cells, which may hold any text. right: which columns are set to the right; none given, as readers do."""
+    rule = "".join(" ---: |" if one else " --- |" for one in right) or "---|" * len(header)
+    return "\n".join([_line(header), f"|{rule}", *map(_line, body)]) + "\n"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(" ".join(cell.split("\n")).replace("|", "\\|") for cell in cells) + " |"
+
+
+def all_of(rows: Iterable[Row], key: str) -> str:
+    """All that rows have of a key, for a note."""
+    return ", ".join(sorted({str(row[key]) for row in rows if key in row}))
 
 
 def rows_like(file: Path, alike: Mapping[str, Any]) -> list[dict[str, Any]]:

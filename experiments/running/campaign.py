@@ -6,7 +6,6 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -54,14 +53,14 @@ def plan(runs: Iterable[RunSpec], out: Path) -> dict[str, Planned]:
         if run.source_name and run.source_name not in made:
             raise ValueError(f"a run begins with the parameters of {run.source_name}, and no run is called so")
     return {
-        name: Planned(run, config, configs.digest(configs.flatten(config) | _where_it_was(out / name, config)))
+        name: Planned(run, config, _hash_of(out / name, config))
         for name, (run, config) in zip(made, found.values(), strict=True)
     }
 
 
 def refuse_unprepared(*plans: tuple[Plan, Path], hint: str = "") -> None:
     """Refuses runs whose data are not there, all sets in one line; asks for each different section of data once."""
-    left = [item.config for planned, out in plans for name, item in planned.items() if not folders.finished(out / name)]
+    left = [config for planned, out in plans for config in unfinished(planned, out).values()]
     sections = {str(sorted(configs.flatten(config.data).items())): config for config in left}
     lacks: dict[str, list[str]] = {}
     for root, name in dict.fromkeys(filter(None, map(places.lacking, sections.values()))):
@@ -70,6 +69,11 @@ def refuse_unprepared(*plans: tuple[Plan, Path], hint: str = "") -> None:
         sets = " and ".join(f"{', '.join(names)} below {root!r}" for root, names in lacks.items())
         mend = " && ".join(prepared.command(root, " ".join(names)) for root, names in lacks.items())
         raise UserError(f"not prepared, or damaged: {sets}; make ready by: {mend}{hint}")
+
+
+def unfinished(planned: Plan, out: Path) -> dict[str, ConfigDict]:
+    """The configs of what is still to be run."""
+    return {name: item.config for name, item in planned.items() if not folders.finished(out / name)}
 
 
 def repeats(runs: Iterable[RunSpec], planned: Plan) -> list[str]:
@@ -81,9 +85,8 @@ def repeats(runs: Iterable[RunSpec], planned: Plan) -> list[str]:
 
 def commands(planned: Plan, out: Path) -> list[str]:
     """What a shell anywhere that sees these folders takes to train each run that is not finished."""
-    left = {name: item for name, item in planned.items() if not folders.finished(out / name)}
     here = shlex.join(["cd", os.getcwd()])
-    return [f"{here} && {shlex.join(command(item.run, out / name))}" for name, item in left.items()]
+    return [f"{here} && {shlex.join(command(planned[name].run, out / name))}" for name in unfinished(planned, out)]
 
 
 def carry_out(planned: Plan, out: Path, slots: int | None = None, launcher: str = "local", **options: str) -> Tally:
@@ -117,16 +120,20 @@ def exit_code(tally: Tally) -> int:
     return 128 + signal.Signals[tally.stopped] if tally.stopped else int(bool(tally.failed))
 
 
-def _where_it_was(folder: Path, config: ConfigDict) -> dict[str, Any]:
-    """Where the data of the run in this folder lay, of a finished one; another config than this is refused.
+def _hash_of(folder: Path, config: ConfigDict) -> str:
+    """The hash that a result of this config has, of a finished run its own; a run of another config is refused.
 
     A row must come from its config alone, so not even what a resumed run may change may differ here. Which keys those
-    are may: it grows with the code, and tells a run nothing. So may the place of prepared data.
+    are may: it grows with the code, and tells a run nothing. So may the place of prepared data, and keys that came or
+    went with the code: one that came must have its default, by which all is as it was.
     """
     found = configs.tuples(folders.read_json(folder / "config.json") or {})
+    if not found:
+        return configs.digest(config)
     old, new = configs.flatten(found), configs.flatten(config)
-    other = [key for key in sorted((old.keys() & new.keys()) - {"resume_safe"}) if old[key] != new[key]]
-    for key in other:
-        if not places.moved(key, old[key], new[key]):
-            raise UserError(f"{folder} holds a run with {key}={old[key]}, not {key}={new[key]}; choose another --out")
-    return {key: old[key] for key in other} if folders.finished(folder) else {}
+    then = {key: field.default for key, field in configs.declared(config).items()} | old
+    for key in sorted(new.keys() - {"resume_safe"}):
+        if then[key] != new[key] and not places.moved(key, then[key], new[key]):
+            told = f"with {key}={old[key]}" if key in old else f"of before there was {key}"
+            raise UserError(f"{folder} holds a run {told}, not {key}={new[key]}; choose another --out")
+    return configs.digest(found if folders.finished(folder) else config)

@@ -27,13 +27,14 @@ def make(folder: Path) -> None:
 
 
 def check_writable(file: Path) -> None:
-    """Refuses a file that cannot be written, before there is anything to write; leaves it as it is."""
-    there = file.exists()
+    """Refuses a file that `write_text` cannot replace, before there is anything to write; leaves it as it is."""
     try:
-        with file.open("a"):
-            pass
-        if not there:
-            file.unlink()
+        for path in (file, file.with_name(f"{file.name}.tmp")):
+            there = path.exists()
+            with path.open("a"):
+                pass
+            if not there:
+                path.unlink()
     except OSError as error:
         raise UserError(f"cannot write {file}: {error.strerror}; give another --out") from error
 

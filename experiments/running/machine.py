@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from data import workers
 from model.errors import UserError
 
 T = TypeVar("T")
@@ -56,7 +57,7 @@ class Share:
 
 def look(environ: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> Machine:
     """This machine, or as much of it as the environment allows. JAX is not asked: it would take the accelerators."""
-    cores = tuple(_cores())
+    cores = tuple(workers.cores())
     if environ.get("JAX_PLATFORMS") == "cpu":
         return Machine(cores)
     for kind in KINDS:
@@ -189,12 +190,6 @@ class Slots:
     def _cores(self, slot: int) -> list[str]:
         cores = self._shares[slot].cores
         return [f"core-{core}" for core in cores] if cores != self._machine.cores else []
-
-
-def _cores() -> list[int]:
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
 
 
 def _entries(text: str) -> tuple[str, ...]:

@@ -20,12 +20,13 @@ from typing import Any, BinaryIO
 
 from experiments.running import folders
 from model.errors import UserError
-from train import checkpoint, manifest
+from train import checkpoint, goodput, manifest
 from train.workdir import sync_folder, write_text
 
 INDEX = "pack.json"
 # Of a run's files those that decide how it goes on, or what its row says.
 SMALL = ("config.json", "run.json", "data.json", "changes.json", "init.json", "metrics.jsonl", "result.json")
+SMALL += ("failed.json", "restarts.json", goodput.FILE)
 CHUNK = 2**20
 
 

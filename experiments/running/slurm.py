@@ -90,6 +90,9 @@ def _submit_ready(todo: dict[str, Job], tasks: dict[str, Task], slots: int | Non
             yield launch.without_source(job)
         elif folders.in_use(job.folder):
             yield Event("wait", job.name, launch.IN_USE)
+        elif folders.finished(job.folder):  # by the process that it waited for
+            del todo[job.name]
+            yield launch.ended(job, 0)
         else:
             ready.append(job)
     for first in range(0, len(ready), LARGEST):

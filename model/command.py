@@ -3,12 +3,12 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from absl import app, flags, logging
 
 from model import settings
-from model.errors import LESS_MEMORY, UserError, closest, no_device, out_of_memory
+from model.errors import UserError, closest, told
 
 flags.disclaim_key_flags()  # what `flag` defines is its caller's, so that --help of a command lists it
 
@@ -21,29 +21,16 @@ def run(main: Callable[[Sequence[str]], int | None], rewrite: Callable[[Sequence
     logging.set_verbosity(logging.WARNING)  # --verbosity changes it
     try:
         app.run(main, flags_parser=lambda argv: parse_flags(rewrite(argv)))
-    except UserError as error:
-        refuse(str(error))
-    except (MemoryError, RuntimeError) as error:
-        if lacking := no_device(error):
-            refuse(lacking)
-        reason = out_of_memory(error)
-        if reason is None:
-            raise
-        print(f"error: {reason}; {LESS_MEMORY}", file=sys.stderr)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(130)
     except BrokenPipeError:  # the reader, `head` say, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except OSError as error:  # told where it can be said better, where it cannot it ends here
-        refuse(": ".join(filter(None, (str(error.filename or ""), error.strerror or str(error)))))
-
-
-def refuse(message: str) -> NoReturn:
-    print(f"error: {' '.join(message.splitlines())}", file=sys.stderr)
-    sys.exit(2)
+    except (Exception, KeyboardInterrupt) as error:
+        found = told(error)
+        if found is None:
+            raise
+        code, line = found
+        print(f"error: {line}", file=sys.stderr)
+        sys.exit(code)
 
 
 def flag(name: str, kind: settings.Kind, default: Any, help: str) -> flags.FlagHolder:

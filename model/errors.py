@@ -30,6 +30,25 @@ def no_device(error: BaseException) -> str | None:
     return None
 
 
+def told(error: BaseException) -> tuple[int, str] | None:
+    """The exit code and the line that end a process by what its user or the machine did; None: a mistake of ours."""
+    lacking, nowhere = out_of_memory(error), no_device(error)
+    if isinstance(error, UserError):
+        code, text = 2, str(error)
+    elif lacking:
+        code, text = 1, f"{lacking}; {LESS_MEMORY}"
+    elif nowhere:
+        code, text = 2, nowhere
+    elif isinstance(error, KeyboardInterrupt):
+        code, text = 130, "interrupted"
+    elif isinstance(error, OSError):
+        reason = error.strerror or str(error) or type(error).__name__
+        code, text = 2, f"cannot use {error.filename}: {reason}" if error.filename else reason
+    else:
+        return None
+    return code, " ".join(line.strip() for line in text.splitlines())
+
+
 Name = str | int
 
 

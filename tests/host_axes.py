@@ -18,7 +18,7 @@ from model.contract import RUNNING
 from model.paths import by_path
 from tests.draws import HASH
 from train import config as configs
-from train.evaluate import evaluate, scalars
+from train.evaluate import means, scalars, tally
 from train.feed import Feed
 from train.run import prepare
 from train.sharding import AXES
@@ -40,7 +40,7 @@ def measured(axis: str, **more: Any) -> dict[str, list[float] | float]:
     found = {key: [float(sums[key][0] / sums[key][1]) for sums in steps] for key in ("loss", "grad_norm")}
     paths = by_path(state.params).items()
     found |= {path: jax.device_get(x).ravel().tolist() for path, x in paths if path.rpartition("/")[2] in RUNNING}
-    return found | scalars(evaluate(run.eval_step, state.params, batches, run.batch_sharding), "validation")
+    return found | scalars(means(tally(run.eval_step, state.params, batches, run.batch_sharding)), "validation")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Batch normalisation: its definition, the statistics that run on, where these go, and who may not have it."""
 
-import contextlib
 import dataclasses
 from functools import partial
 
@@ -24,6 +23,7 @@ from model.groups import group_rules
 from model.paths import as_tree, by_path
 from model.weights import FAMILIES
 from tests.test_model import model_config
+from tests.test_train import stop_after
 from train import config as configs
 from train import loop, optim, sharding
 from train.checkpoint import load_params
@@ -270,7 +270,7 @@ def saved(folder, step: int):
 def test_a_run_that_stops_and_goes_on_has_the_same_statistics(calm, tmp_path, monkeypatch):
     folder, row = calm
     for at in (4, None):
-        monkeypatch.setattr(loop, "graceful_stop", lambda at=at: contextlib.nullcontext(lambda step: step == at))
+        monkeypatch.setattr(loop, "graceful_stop", stop_after(at))
         again = loop.train(load(steps=6, checkpoint_every=3, keep=2), str(tmp_path))
     assert again["metrics"] == row["metrics"]
     there, here = saved(folder, 6), saved(tmp_path, 6)

@@ -1,12 +1,10 @@
 """The test score is that of the step which validation chose, whatever befalls the run."""
 
-import contextlib
-
 import pytest
 
 from tests.processes import fork
 from tests.test_hosts import command, pair
-from tests.test_train import load
+from tests.test_train import load, stop_after
 from train import loop
 from train.checkpoint import load_params, steps
 from train.loop import measure, train
@@ -61,9 +59,9 @@ def test_a_stop_where_the_best_score_comes_again_changes_nothing(tmp_path, scrip
     """And a row names every revision of the code that trained it."""
     asked = config(test_at="best", checkpoint_every=10)
     calm = train(asked, str(tmp_path / "calm"))
-    for at, revision in ((12, "a"), (17, "b"), (None, "c")):
+    for taken, at, revision in ((12, 12, "a"), (5, 17, "b"), (None, None, "c")):
         monkeypatch.setenv("LONGVIEW_REVISION", revision)
-        monkeypatch.setattr(loop, "graceful_stop", lambda at=at: contextlib.nullcontext(lambda step: step == at))
+        monkeypatch.setattr(loop, "graceful_stop", stop_after(taken))
         row = train(asked, str(tmp_path / "stopped"))
         assert at is None or at in steps(tmp_path / "stopped" / "checkpoints")
     assert lasting(row) == lasting(calm) and calm["tested_step"] == 8

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from model.command import run as run_main
+from model.errors import LESS_MEMORY, UserError
 from tests.processes import ROOT, fork, run
 
 CONFIG = "--config=configs/debug.py"
@@ -135,9 +136,12 @@ LACKING = RuntimeError("Unable to initialize backend 'cuda': no GPU\n(set JAX_PL
 @pytest.mark.parametrize(
     "error, code, told",
     [
-        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted\n"),
         (LACKING, 2, "error: Unable to initialize backend 'cuda': no GPU (set JAX_PLATFORMS='')\n"),
-        (OSError(28, "No space left on device", "runs/a"), 2, "error: runs/a: No space left on device\n"),
+        (MemoryError("a"), 1, f"error: out of memory: a; {LESS_MEMORY}\n"),
+        (UserError("batch_size is\n  3"), 2, "error: batch_size is 3\n"),
+        (OSError("not a gzipped file"), 2, "error: not a gzipped file\n"),
+        (OSError(28, "No space left on device", "runs/a"), 2, "error: cannot use runs/a: No space left on device\n"),
     ],
 )
 def test_what_is_no_mistake_of_ours_ends_in_one_line(error, code, told, capsys, monkeypatch):

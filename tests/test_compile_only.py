@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from model.paths import by_path
 from tests.processes import refusals, run
 from train import chips, compile_only
 from train import config as configs
@@ -29,6 +30,27 @@ def test_memory_is_what_the_compiled_step_says():
     # Products of attention that is not masked away, and 6 a token and parameter, are all that a step has.
     assert row["flops"] == pytest.approx(row["useful_flops"], rel=0.2)
     assert {each["axes"] for each in row["collectives"]} == {"data"}
+
+
+def test_a_step_is_built_once(monkeypatch):
+    built = []
+    monkeypatch.setattr(
+        compile_only, "prepare", lambda config, devices=None: built.append(prepare(config)) or built[-1]
+    )
+    monkeypatch.setattr(compile_only, "compiled_here", lambda run: None)
+    monkeypatch.setattr(compile_only, "figures", lambda run, topology, compiled: {"fits": run is built[0]})
+    assert row_of(DEBUG, "cpu:8")["fits"] and len(built) == 1
+
+
+@pytest.mark.parametrize("of", ["model.mlp", "model.own.mlp"])
+def test_of_experts_those_that_are_chosen_are_active(of):
+    """Whether all layers have them or those of one name."""
+    layers = [("model.mixers", "attention,own"), ("model.own.mixer", "attention"), ("model.layers", "4")]
+    experts = [(of, "experts"), ("model.experts.n_experts", "8"), ("model.experts.top_k", "2")]
+    run = prepare(configs.load(DEBUG, [*layers, *experts]))
+    paths = by_path(run.abstract.params).items()
+    of_one = sum(x.size // 8 for path, x in paths if path.endswith(("/mlp/up", "/mlp/gate", "/mlp/down")))
+    assert of_one > 0 and compile_only.active(run) == run.params - 6 * of_one
 
 
 @pytest.mark.scale

@@ -20,7 +20,7 @@ from model.errors import UserError
 from tests.test_hosts import command, losses, pair, train_until
 from tests.test_train import break_at, load
 from train import config as configs
-from train import dispatch, feed, log, loop, sharding
+from train import dispatch, feed, identity, log, loop, sharding
 from train.checkpoint import Checkpoints
 from train.clock import Clock
 from train.dispatch import steps_from
@@ -138,7 +138,7 @@ def test_a_number_of_steps_that_cannot_be_is_refused():
 def test_another_number_of_steps_may_go_on_with_a_run(tmp_path):
     changes = configs.changes(load(), load(("steps_per_dispatch", "4")))
     assert set(changes) == {"steps_per_dispatch"}
-    loop.refuse_changes(changes, load(), tmp_path)
+    identity.refuse_changes(changes, load(), tmp_path)
 
 
 @pytest.mark.quick

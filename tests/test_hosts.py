@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from model.errors import LESS_MEMORY, UserError
+from model.errors import LESS_MEMORY, UserError, told
 from tests.processes import fork
-from train import hosts, join
+from train import join
 from train.line import LOST
 from train.log import read_metrics
 from train.workdir import open_workdir
@@ -140,4 +140,4 @@ def test_a_lack_of_memory_is_told_in_a_line_with_what_to_do():
     with pytest.raises(jax.errors.JaxRuntimeError) as found:
         jnp.zeros(2**50, jnp.uint8).block_until_ready()
     lacking = "out of memory: Out of memory allocating 1125899906842624 bytes"
-    assert hosts.explain(found.value) == f"{lacking}; {LESS_MEMORY}"
+    assert told(found.value) == (1, f"{lacking}; {LESS_MEMORY}")

@@ -190,6 +190,17 @@ def test_a_run_says_where_it_came_from_and_needs_it_no_more(source, tmp_path, mo
     assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
+@pytest.mark.parametrize("kind", ["run", "safetensors"])
+def test_a_finished_run_asks_for_its_source_no_more(source, folder, kind, tmp_path, capsys):
+    """Though its checkpoints are gone too, as from a pack."""
+    copy = shutil.copytree(source if kind == "run" else folder, tmp_path / "source")
+    row = train(load(*SHORT, ("init.path", str(copy))), str(tmp_path / "run"))
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    shutil.rmtree(copy)
+    assert train(load(*SHORT, ("init.path", str(copy))), str(tmp_path / "run")) == row
+    assert "finished already" in capsys.readouterr().out
+
+
 def stopping(following):
     """SIGTERM with every batch."""
 

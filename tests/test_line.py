@@ -173,6 +173,18 @@ def test_a_silent_process_is_waited_for_by_name(monkeypatch, capfd):
         asleep.set()
 
 
+def test_the_first_process_is_waited_for_no_longer_than_the_others(monkeypatch):
+    for name, seconds in dict(BEAT=0.02, HUSH=0.2, PATIENCE=0.5).items():
+        monkeypatch.setattr(line, name, seconds)
+    with connected(3) as (lines, ends):
+        awake = threading.Event()
+        monkeypatch.setattr(lines[0], "_beat", awake.wait)  # its watch stands still
+        found = ends.wait(1, 2)
+        awake.set()
+    assert [end[:2] for end in found] == [(1, line.LOST), (2, line.LOST)]
+    assert all(f"process 0 on {socket.gethostname()} gave no sign of life" in text for *_, text in found)
+
+
 def test_a_door_stays_open_when_what_is_behind_it_closes():
     """Else JAX's client aborts the process with pages of stacks in the moment that the first process dies."""
     with socket.create_server(("127.0.0.1", 0)) as server:

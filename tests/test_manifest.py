@@ -214,7 +214,7 @@ jax.distributed.initialize(sys.argv[2], 2, int(sys.argv[3]))
 from model.errors import UserError
 from tests.test_checkpoint import abstract
 from train import manifest
-from train.checkpoint import Checkpoints
+from train.checkpoint import Checkpoints, load
 from train.workdir import graceful_stop, open_workdir
 mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
 place = {"w": NamedSharding(mesh, P("data")), "step": NamedSharding(mesh, P())}
@@ -225,7 +225,7 @@ with open_workdir(sys.argv[1]) as workdir, Checkpoints(workdir / "c", keep=2) as
         assert checkpoints.restore(abstract(state)) is None
         print("started 0", flush=True)
         step = 0
-        while not stop_requested(step) and step < 2000:
+        while not stop_requested() and step < 2000:
             step += 1
             state = advance(state)
             time.sleep(0.005)
@@ -237,7 +237,7 @@ with open_workdir(sys.argv[1]) as workdir, Checkpoints(workdir / "c", keep=2) as
         assert found == step and state["step"] == step
         assert all((np.asarray(s.data) == step).all() for s in state["w"].addressable_shards)
         try:
-            checkpoints.restore(like, step=12345)
+            load(checkpoints.directory, like, 12345)
         except UserError as error:  # told to both, not just to the one that looked
             assert "no checkpoint of step 12345" in str(error)
             print("stopped", step, flush=True)

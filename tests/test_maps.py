@@ -29,7 +29,7 @@ from model.mixers import MIXERS
 from tests.processes import fork
 from train import config as configs
 from train.checkpoint import Checkpoints
-from train.loop import sign_run
+from train.identity import sign_run
 from train.run import prepare
 from train.workdir import open_workdir
 
@@ -288,7 +288,7 @@ def initialised(tmp_path_factory, arch: str, **overrides) -> Path:
     changes = [(key, str(value)) for key, value in (FEW | overrides).items()]
     run = prepare(configs.load(f"{ROOT}/configs/debug.py:arch={arch}", changes))
     with open_workdir(tmp_path_factory.mktemp("runs") / arch) as folder:
-        sign_run(run, folder, 0)
+        sign_run(run, folder, run.task.fingerprint(run.config.data.seed), 0)
         with Checkpoints(folder / "checkpoints", keep=1) as checkpoints:
             checkpoints.save(0, run.init())
     return folder

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from data import TASKS
 from data.prepared import folder
 from experiments.running import campaign, folders
 from experiments.running.runs import RunSpec
@@ -50,6 +51,13 @@ def test_a_config_says_which_set_it_lacks_and_takes_another_root(spec, put, lack
 )
 def test_other_changes_are_no_move(key, old, new):
     assert not places.moved(key, old, new)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("task", [name for name, task in TASKS.items() if "path" in task.__dataclass_fields__])
+def test_a_set_that_is_named_by_its_path_may_move(task):
+    assert places.moved(f"data.{task}.path", f"a/{ENWIK8}", f"b/{ENWIK8}")
+    assert not places.moved(f"data.{task}.path", f"a/{ENWIK8}", "b/prepared/enwik9/bytes.npy")
 
 
 @pytest.mark.quick

@@ -2,10 +2,16 @@
 
 import pytest
 
+from data import Mqar
+from experiments.running.packing import pack, unpack
 from model.errors import UserError
-from tests.test_train import load
+from tests.test_train import load, stop_after
 from train import config as configs
-from train.loop import refuse_changes, train
+from train import loop
+from train.checkpoint import steps
+from train.identity import refuse_changes
+from train.log import read_metrics
+from train.loop import train
 from train.workdir import read_json
 
 SHORT = [("steps", "4"), ("checkpoint_every", "4"), ("eval_every", "0"), ("eval_batches", "1"), ("model.layers", "1")]
@@ -51,6 +57,58 @@ def test_a_refusal_leaves_the_folder_as_it_was_and_a_change_is_told(tmp_path):
     assert twice["changes"] == [change(4, "steps", 4, 8)]
     assert read_json(tmp_path / "result.json") == twice
     assert train(longer, str(tmp_path)) == twice  # finished already
+
+
+def test_a_result_has_validation_scores_though_the_last_step_was_saved_without(tmp_path, monkeypatch):
+    longer = [("steps", "8"), ("checkpoint_every", "4"), ("eval_every", "8")]
+    for test_at in ("last", "best"):
+        folder = tmp_path / test_at
+        with monkeypatch.context() as patched:
+            patched.setattr(loop, "graceful_stop", stop_after(4))
+            assert train(load(*SHORT, *longer, ("test_at", test_at)), str(folder)) is None
+        assert steps(folder / "checkpoints") == [4]
+        row = train(load(*SHORT, *longer, ("test_at", test_at), ("steps", "4")), str(folder))
+        scores = {name: value for name, value in row["metrics"].items() if name.startswith("validation/")}
+        assert (row["steps"], row["tested_step"]) == (4, 4) and {"validation/loss", "validation/accuracy"} <= set(
+            scores
+        )
+        assert read_metrics(folder / "metrics.jsonl")[-1] == {"step": 4} | scores
+
+
+@pytest.mark.parametrize(("last", "tested"), [(0.9, 3), (0.1, 2)])
+def test_the_last_step_is_compared_with_the_best_though_it_was_saved_without(last, tested, tmp_path, monkeypatch):
+    said = {2: 0.5, 3: last}
+    monkeypatch.setattr(loop, "validate", lambda run, state, split: {"validation/accuracy": said[int(state.step)]})
+    longer = [("steps", "8"), ("eval_every", "2"), ("test_at", "best")]
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "graceful_stop", stop_after(3))
+        assert train(load(*SHORT, *longer), str(tmp_path)) is None
+    row = train(load(*SHORT, *longer, ("steps", "3")), str(tmp_path))
+    assert (row["steps"], row["tested_step"], row["metrics"]["validation/accuracy"]) == (3, tested, said[tested])
+
+
+def test_of_data_there_is_one_fingerprint_a_run(tmp_path, monkeypatch):
+    made, fingerprint = [], Mqar.fingerprint
+    monkeypatch.setattr(Mqar, "fingerprint", lambda self, seed: made.append(fingerprint(self, seed)) or made[-1])
+    row = train(load(*SHORT), str(tmp_path))
+    assert made == [row["data_fingerprint"]] == [read_json(tmp_path / "data.json")["fingerprint"]]
+
+
+def test_a_finished_run_without_its_checkpoints_is_not_begun_again(tmp_path, capsys):
+    row = train(load(*SHORT), str(tmp_path / "here"))
+    pack(tmp_path / "here", tmp_path / "pack", 2**20)
+    unpack(tmp_path / "pack", tmp_path / "there")
+    assert train(load(*SHORT), str(tmp_path / "there")) == row
+    small_files = {path: path.read_bytes() for path in (tmp_path / "there").iterdir()}
+    with pytest.raises(UserError, match=r"result of 4 steps and no checkpoint to go on from; .*--checkpoints=all"):
+        train(load(*SHORT, ("steps", "8")), str(tmp_path / "there"))
+    assert {path: path.read_bytes() for path in (tmp_path / "there").iterdir()} == small_files
+
+    pack(tmp_path / "here", tmp_path / "whole", 2**20, all_checkpoints=True)
+    unpack(tmp_path / "whole", tmp_path / "anywhere")
+    capsys.readouterr()
+    assert train(load(*SHORT, ("steps", "8")), str(tmp_path / "anywhere"))["steps"] == 8
+    assert "resumed at step 4" in capsys.readouterr().out
 
 
 @pytest.mark.quick

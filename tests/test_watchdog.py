@@ -14,8 +14,8 @@ from tests.test_train import load
 from train import watchdog
 from train.clock import PHASES, Clock
 from train.exit_codes import RESTART
+from train.identity import refuse_changes
 from train.line import LOST
-from train.loop import refuse_changes
 from train.watchdog import LONG, WARM, Watchdog, limit
 
 

@@ -29,17 +29,11 @@ from absl import logging
 from model.errors import UserError, closest
 from train import arrays, hosts, manifest
 from train.arrays import State
-from train.manifest import MANIFEST, DamagedManifest, read_manifest, step_folder, step_of
+from train.manifest import MANIFEST, DamagedManifest, read_manifest, step_folder, step_of, steps
 from train.workdir import sync_folder
 
 UNFINISHED = ".orbax-checkpoint-tmp"  # ends the name of a step on its way in; Orbax's own tools know it too
 PRUNED = ".pruned"  # of one on its way out
-
-
-def steps(directory: str | Path) -> list[int]:
-    """The committed steps, oldest first."""
-    found = [step_of(path.parent) for path in Path(directory).glob(f"*/{MANIFEST}")]
-    return sorted(step for step in found if step is not None)
 
 
 def best_step(directory: str | Path) -> int | None:
@@ -249,14 +243,12 @@ class Checkpoints:
         if said is not None:
             raise error or UserError(said)
 
-    def restore(self, like: State, step: int | None = None) -> tuple[int, State] | None:
-        """The newest good step, or exactly the one asked for, and its state on the shardings of `like`.
+    def restore(self, like: State) -> tuple[int, State] | None:
+        """The newest good step, and its state on the shardings of `like`.
 
         Newer damaged ones are put aside. None where there is no checkpoint yet.
         """
         self.wait()
-        if step is not None:
-            return step, load(self.directory, like, step)
         damaged: dict[Path, str] = {}
         for step in reversed(hosts.agree(self.steps)):
             folder = step_folder(self.directory, step)

@@ -92,7 +92,7 @@ def measure(config: ConfigDict, *topologies: Topology) -> list[Row]:
         if row["why"]:
             row["lowered_for"], row["lower_s"] = lowered_for(config, topology)
         if compiled is None:
-            run = prepare(config)
+            run = run if devices is None else prepare(config)
             compiled = here = here or compiled_here(run)
         row |= figures(run, topology, compiled)
         rows.append(row | {"fits": row["fits"] and not no_room})
@@ -255,7 +255,7 @@ def collectives(work: hlo.Work, mesh: dict[str, int], slices: int) -> list[Row]:
 def active(run: Run) -> int:
     """Parameters that a token goes through: of a mixture's experts, those that are chosen."""
     m, total = run.config.model, run.params
-    if m.mlp != "experts":
+    if "experts" not in m:  # as a section only where a layer has them
         return total
     kernels = ("up", "gate", "down")  # of all experts together; a shared one's lie deeper
     of_experts = sum(x.size for path, x in by_path(run.abstract.params).items() if path.rpartition("/")[2] in kernels)

@@ -14,23 +14,13 @@ from train.objective import Objective
 from train.sharding import put_batch
 
 
-def evaluate(
-    step: Callable[[Any, Mapping[str, jax.Array]], dict],
-    params: Any,
-    batches: Iterable[Batch],
-    sharding: NamedSharding,
-) -> dict[str, np.ndarray]:
-    """Means over all batches: `loss`, `accuracy`, and a vector over bins for every `accuracy/ATTRIBUTE`."""
-    return means(tally(step, params, batches, sharding))
-
-
 def tally(
     step: Callable[[Any, Mapping[str, jax.Array]], dict],
     params: Any,
     batches: Iterable[Batch],
     sharding: NamedSharding,
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """What `evaluate` takes the means of: (sum, count) over all batches."""
+    """(sum, count) over all batches of `loss`, `accuracy`, and by bins of every `accuracy/ATTRIBUTE`."""
     totals: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     # One batch behind the device, so that the next is on its way while this one is added up.
     pending = None

@@ -11,6 +11,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -286,72 +287,111 @@ def between_slices(each: Instruction) -> tuple[str, float]:
     return (kind, size(each.shapes[:1])) if kind and each.opcode == half else ("", 0.0)
 
 
-def work(text: str, kernels: Mapping[Call, float] = MappingProxyType({})) -> Work:
-    """What the program of one device does, loops gone round; kernels: the operations of those that are known."""
-    computations, entry = parse(text)
-    flops = moved = 0.0
-    sealed = open_loops = 0
-    sizes: Counter = Counter()
-    counts: Counter = Counter()
-    held = frozenset(name for name, each in computations.items() if plain(each))  # loops that a kernel could be
+class Around(NamedTuple):
+    """What a computation is in."""
 
-    def visit(name: str, times: float, depth: int, fused: bool) -> None:
-        nonlocal flops, moved, sealed, open_loops
-        inside = computations[name]
+    times: float = 1  # it runs, all loops around it gone round
+    depth: int = 0  # loops
+    fused: bool = False  # in a loop that a kernel could be
+
+
+@dataclasses.dataclass
+class Tally:
+    """What adds up on a walk through a program: every computation counts as often as it runs."""
+
+    computations: dict[str, Computation]
+    known: Mapping[Call, float]  # operations of kernels
+    flops: float = 0.0
+    moved: float = 0.0
+    sealed: int = 0  # calls of kernels that are not known
+    open_loops: int = 0
+    sizes: Counter = dataclasses.field(default_factory=Counter)  # of collectives, by kind and group
+    counts: Counter = dataclasses.field(default_factory=Counter)
+
+    def visit(self, name: str, around: Around) -> None:
+        inside = self.computations[name]
         by = users(inside)
         for each in inside.instructions.values():
             if each.opcode == "while":
-                n = rounds(each, inside, computations)
-                open_loops += n is None
-                body = called(each, "body")[0]
-                kernel = depth > 0 and body in held
-                if kernel and not fused:  # as a kernel would: its operands are read once, its results written once
-                    moved += times * size(each.shapes)
-                visit(body, times * (1 if n is None else n), depth + 1, fused or kernel)
+                self.loop(each, inside, around)
             elif each.opcode == "conditional":
-                branches = called(each, "branch_computations")
-                branches += called(each, "true_computation") + called(each, "false_computation")
-                for branch in branches:
-                    visit(branch, times / len(branches), depth, fused)
+                self.choice(each, around)
             elif each.opcode in ("call", "fusion", "async-start"):
                 for inner in called(each, "to_apply") + called(each, "calls"):
-                    visit(inner, times, depth, fused)
+                    self.visit(inner, around)
             elif each.opcode == "custom-call":
-                if not any(kernel in each.text for kernel in KERNELS):
-                    continue
-                name = each.name.partition(".")[0]
-                known = kernels.get((name, tuple(dims for _, dims in each.shapes)), grouped(name, each, inside))
-                flops += times * (known or 0.0)
-                sealed += round(times) * (known is None)
-                moved += times * (
-                    size(each.shapes) + sum(size(inside.instructions[taken].shapes) for taken in each.operands)
-                )
+                self.kernel(each, inside, around.times)
             elif each.opcode in ("send", "recv"):
-                kind, brought = between_slices(each)
-                if kind:
-                    sizes[kind, None] += times * brought
-                    counts[kind, None] += times
-            elif (kind := each.opcode.removesuffix("-start")) in COLLECTIVES:
-                taken = sum((inside.instructions[name].shapes for name in each.operands), ())
-                made = each.shapes
-                if each.opcode.endswith("-start") and kind != "all-reduce":
-                    made = made[len(taken) :] or made
-                if kind == "all-reduce" and sliced(each, by):
-                    kind = "reduce-scatter"
-                first, n = group_of(each)
-                if n == 1:
-                    continue
-                sizes[kind, first] += times * max(size(taken), size(made))
-                counts[kind, first] += times
-            elif operations := product(each, inside):
-                flops += times * operations
-                if not fused:
-                    operands = (inside.instructions[name].shapes for name in each.operands[:2])
-                    moved += times * (size(each.shapes) + sum(map(size, operands)))
+                self.transfer(each, around.times)
+            elif each.opcode.removesuffix("-start") in COLLECTIVES:
+                self.exchange(each, inside, by, around.times)
+            else:
+                self.product(each, inside, around)
 
-    visit(entry, 1, 0, False)
-    found = (
-        Collective(kind, group or (), sizes[kind, group], round(n), slices=group is None)
-        for (kind, group), n in counts.items()
-    )
-    return Work(flops, moved, tuple(sorted(found, key=lambda each: -each.size)), sealed, open_loops)
+    def loop(self, each: Instruction, inside: Computation, around: Around) -> None:
+        n = rounds(each, inside, self.computations)
+        self.open_loops += n is None
+        body = called(each, "body")[0]
+        kernel = around.depth > 0 and plain(self.computations[body])
+        if kernel and not around.fused:  # as a kernel would: its operands are read once, its results written once
+            self.moved += around.times * size(each.shapes)
+        self.visit(body, Around(around.times * (1 if n is None else n), around.depth + 1, around.fused or kernel))
+
+    def choice(self, each: Instruction, around: Around) -> None:
+        branches = called(each, "branch_computations")
+        branches += called(each, "true_computation") + called(each, "false_computation")
+        for branch in branches:
+            self.visit(branch, around._replace(times=around.times / len(branches)))
+
+    def kernel(self, each: Instruction, inside: Computation, times: float) -> None:
+        if not any(kernel in each.text for kernel in KERNELS):
+            return
+        name = each.name.partition(".")[0]
+        known = self.known.get((name, tuple(dims for _, dims in each.shapes)), grouped(name, each, inside))
+        self.flops += times * (known or 0.0)
+        self.sealed += round(times) * (known is None)
+        self.moved += times * (
+            size(each.shapes) + sum(size(inside.instructions[name].shapes) for name in each.operands)
+        )
+
+    def transfer(self, each: Instruction, times: float) -> None:
+        kind, brought = between_slices(each)
+        if kind:
+            self.sizes[kind, None] += times * brought
+            self.counts[kind, None] += times
+
+    def exchange(self, each: Instruction, inside: Computation, by: dict[str, list[Instruction]], times: float) -> None:
+        kind = each.opcode.removesuffix("-start")
+        taken = sum((inside.instructions[name].shapes for name in each.operands), ())
+        made = each.shapes
+        if each.opcode.endswith("-start") and kind != "all-reduce":
+            made = made[len(taken) :] or made
+        if kind == "all-reduce" and sliced(each, by):
+            kind = "reduce-scatter"
+        first, n = group_of(each)
+        if n != 1:
+            self.sizes[kind, first] += times * max(size(taken), size(made))
+            self.counts[kind, first] += times
+
+    def product(self, each: Instruction, inside: Computation, around: Around) -> None:
+        operations = product(each, inside)
+        self.flops += around.times * operations
+        if operations and not around.fused:
+            operands = (inside.instructions[name].shapes for name in each.operands[:2])
+            self.moved += around.times * (size(each.shapes) + sum(map(size, operands)))
+
+    def collectives(self) -> tuple[Collective, ...]:
+        """The largest first."""
+        found = (
+            Collective(kind, group or (), self.sizes[kind, group], round(n), slices=group is None)
+            for (kind, group), n in self.counts.items()
+        )
+        return tuple(sorted(found, key=lambda each: -each.size))
+
+
+def work(text: str, kernels: Mapping[Call, float] = MappingProxyType({})) -> Work:
+    """What the program of one device does, loops gone round; kernels: the operations of those that are known."""
+    computations, entry = parse(text)
+    tally = Tally(computations, kernels)
+    tally.visit(entry, Around())
+    return Work(tally.flops, tally.moved, tally.collectives(), tally.sealed, tally.open_loops)

@@ -13,11 +13,11 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
-from model.errors import LESS_MEMORY, UserError, no_device, out_of_memory
+from model.errors import UserError, told
 from train import join
 from train.line import LOST, Line, end_process
 
@@ -52,38 +52,21 @@ def joined(distributed: bool) -> Iterator[None]:
     jax.distributed.shutdown()
 
 
-def _end_all(error: BaseException) -> None:
-    line, text = the_line(), explain(error)
+def _end_all(error: BaseException) -> NoReturn:
+    line = the_line()
     if not isinstance(error, Agreed):
         time.sleep(1)  # a lost process makes calls fail here too; then it is the watch that has the word
-    if isinstance(error, UserError | OSError) or no_device(error):
-        line.fail(2, text, everywhere=isinstance(error, Agreed))
-        end_process(2, f"error: {text}")
-    if out_of_memory(error):
-        line.fail(1, text)
-        end_process(1, f"error: {text}")
-    if isinstance(error, KeyboardInterrupt):
-        line.fail(130, "interrupted")
-        end_process(130, "error: interrupted")
+    if found := told(error):
+        code, text = found
+        line.fail(code, text, everywhere=isinstance(error, Agreed))
+        end_process(code, f"error: {text}")
+    text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     if isinstance(error, jax.errors.JaxRuntimeError) and (silent := line.silent()):
         line.fail(LOST, f"{text}, with no sign of life from {silent}")
         end_process(LOST, f"error: no sign of life from {silent}: {text}")
     line.fail(1, text)
     traceback.print_exception(error)
     os._exit(1)
-
-
-def explain(error: BaseException) -> str:
-    """An error in one line."""
-    if isinstance(error, UserError):
-        return " ".join(str(error).split())
-    if lacking := out_of_memory(error):
-        return f"{lacking}; {LESS_MEMORY}"
-    if lacking := no_device(error):
-        return lacking
-    if isinstance(error, OSError) and error.strerror:
-        return f"cannot use {error.filename}: {error.strerror}" if error.filename else error.strerror
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 # Deciding together
@@ -99,27 +82,27 @@ def the_line() -> Line | None:
 
 
 def gather(topic: str, value: Any) -> list[Any]:
-    """What each process gave, by rank. Every process must ask; there is no time limit."""
-    return [value] if the_line() is None else the_line().gather(topic, value)
-
-
-def agree(compute: Callable[[], Any], topic: str = "decision") -> Any:
-    """Computes on the first process, which sees to the files for all; each gets the value (of JSON) or the error.
+    """What each process gave, by rank. Every process must ask; there is no time limit.
 
     What is asked beside the main thread needs a topic of its own, lest the processes mix up their questions.
     """
+    return [value] if the_line() is None else the_line().gather(topic, value)
+
+
+def agree(compute: Callable[[], Any]) -> Any:
+    """Computes on the first process, which sees to the files for all; each gets the value (of JSON) or the error."""
     if the_line() is None:
         try:
             return compute()
         except OSError as error:
-            raise UserError(explain(error)) from error
+            raise UserError(told(error)[1]) from error
     answer = None
     if the_line().rank == 0:
         try:
             answer = {"value": compute()}
         except (UserError, OSError) as error:
-            answer = {"error": explain(error)}
-    answer = gather(topic, answer)[0]
+            answer = {"error": told(error)[1]}
+    answer = gather("decision", answer)[0]
     if "error" in answer:
         raise Agreed(answer["error"])
     return answer["value"]

@@ -87,7 +87,7 @@ class Line:
         os.write(self._wake.fileno(), b"s")
 
     def stop_requested(self) -> bool:
-        """To be asked once a step by every process; true at the same step for all, and from then on.
+        """To be asked once a dispatch by every process; true at the same one for all, and from then on.
 
         When a stop is asked for, each process reports from the background how often it has asked, and its next
         question waits for the outcome: one more than the most. Nobody has passed that one, and all will come to it.
@@ -146,7 +146,7 @@ class Line:
             self._reached[rank] = message["asked"]
             if len(self._reached) == len(self.names):
                 self._tell_all({"kind": "stop_at", "asked": max(self._reached.values()) + 1})
-        elif kind in ("fail", "lost"):
+        elif kind == "fail":
             self._tell_all(message)
         elif kind == "bye":
             self._gone.add(rank)
@@ -232,12 +232,16 @@ class Line:
                 else:
                     self._obey(message)
             if not data and rank not in self._gone and not self._ending:
-                lost = {"kind": "lost", "rank": rank, "text": "is gone"}
-                if self.rank == 0:
-                    self._tell_all(lost)
-                else:
-                    self._obey(lost)
+                self._lose(rank, "is gone")
         return bool(data)
+
+    def _lose(self, rank: int, text: str) -> None:
+        """Another process is lost, and this one ends; the first tells the others."""
+        lost = {"kind": "lost", "rank": rank, "text": text}
+        if self.rank == 0:
+            self._tell_all(lost)
+        else:
+            self._obey(lost)
 
     def _send(self, rank: int, message: Message) -> None:
         with contextlib.suppress(OSError):  # it is gone, and the watch will find out
@@ -253,7 +257,7 @@ class Line:
                         print(f"{self._who(rank)} is back", file=sys.stderr, flush=True)
                     self._mentioned[rank] = HUSH
                 elif silence >= PATIENCE:
-                    self._say({"kind": "lost", "rank": rank, "text": f"gave no sign of life for {silence:.0f} s"})
+                    self._lose(rank, f"gave no sign of life for {silence:.0f} s")
                 elif silence >= self._mentioned[rank]:
                     self._mentioned[rank] = 2 * silence
                     print(f"waiting for {self._who(rank)}: silent for {silence:.0f} s", file=sys.stderr, flush=True)

@@ -4,7 +4,6 @@ import contextlib
 import functools
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from ml_collections import ConfigDict
 
 from data import pipeline
 from model.errors import UserError, out_of_memory
-from train import checkpoint, hosts, places, profile, start, streaming
+from train import checkpoint, hosts, identity, profile, start, streaming
 from train import config as configs
 from train.checkpoint import Checkpoints
 from train.clock import Clock
@@ -24,6 +23,7 @@ from train.dispatch import apart, steps_from
 from train.evaluate import bits_per_byte, counts, fetch, mean, means, scalars, slices, tally
 from train.feed import Feed
 from train.goodput import Ledger
+from train.identity import sign_run
 from train.log import MetricsLog, Progress
 from train.manifest import read_manifest, step_folder
 from train.revision import revision, source_digest
@@ -31,9 +31,7 @@ from train.run import Run, at_length, prepare, say_what_is_decided
 from train.sharding import replicated
 from train.step import RunState
 from train.watchdog import Watchdog
-from train.workdir import graceful_stop, open_workdir, read_json, refuse_remote, write_json
-
-SHOWN = 4  # of the keys by which a config is another one
+from train.workdir import graceful_stop, open_workdir, refuse_remote, write_json
 
 
 def train(config: ConfigDict, workdir: str, traced: range = range(0)) -> dict[str, Any] | None:
@@ -50,10 +48,12 @@ def train(config: ConfigDict, workdir: str, traced: range = range(0)) -> dict[st
         run = prepare(config)
         lengths = {length: at_length(run, length) for length in config.test_lengths}
         streaming.check_asked(run)
-        begun = hosts.agree(lambda: bool(checkpoint.steps(Path(workdir) / "checkpoints")))
+        there = Path(workdir)
+        begun = hosts.agree(lambda: bool(checkpoint.steps(there / "checkpoints") or identity.ended(there)))
         source = None if begun else start.find(run)
         with open_workdir(workdir) as folder:
-            done = open_run(run, folder)
+            fingerprint = run.task.fingerprint(config.data.seed)
+            done = identity.open_run(run, folder, fingerprint)
             if done is not None:
                 print(f"{workdir} is finished already: {done['status']} after {done['steps']} steps")
                 return done
@@ -64,101 +64,57 @@ def train(config: ConfigDict, workdir: str, traced: range = range(0)) -> dict[st
                 profile.of(run, traced, folder / "profile", clock) as run,
             ):
                 say_what_is_decided(run)
-                return loop(run, folder, checkpoints, lengths, source, ledger)
+                return loop(run, folder, checkpoints, fingerprint, lengths, source, ledger)
 
 
-def open_run(run: Run, folder: Path) -> dict[str, Any] | None:
-    """Checks the folder against this run; the result, if there is nothing left to do."""
-    config, fingerprint = run.config, run.task.fingerprint(run.config.data.seed)
-    hosts.same(lambda: {"data fingerprint": fingerprint})
+class Begun(NamedTuple):
+    """What a run goes on from."""
 
-    def check() -> dict[str, Any] | None:
-        file, data, result = folder / "config.json", folder / "data.json", folder / "result.json"
-        if file.exists():
-            refuse_changes(configs.changes(configs.tuples(read_json(file)), config), config, folder)
-        if data.exists() and read_json(data, fingerprint=str)["fingerprint"] != fingerprint:
-            raise UserError(
-                f"the data of task {run.task.name} has changed since {folder} was started; give another --workdir"
-            )
-        done = read_json(result, status=str, config_hash=str, steps=int) if result.exists() else None
-        over = done is not None and done["status"] != "nonfinite" and done["config_hash"] == configs.digest(config)
-        return done if over else None
-
-    return hosts.agree(check)
+    step: int
+    state: RunState
+    scores: dict[str, float]  # of validation at this step; empty where it was not measured
+    origin: dict[str, Any] | None  # of its first parameters, if they were not drawn
+    revisions: list[str]  # of the code that trained it
+    resumed: bool
 
 
-def refuse_changes(changes: dict[str, tuple[Any, Any]], config: ConfigDict, folder: Path) -> None:
-    """Prints what differs from the config the run was started with; only where data lie and keys declared safe may."""
-    others = [key for key, (old, new) in changes.items() if not places.moved(key, old, new)]
-    unsafe = [key for key in others if not any(fnmatchcase(key, safe) for safe in config.resume_safe)]
-    if unsafe:
-        unsafe.sort(key=lambda key: None in changes[key])  # a choice before the section that came or went with it
-        told = [f"{key}: {changes[key][0]!r} -> {changes[key][1]!r}" for key in unsafe[:SHOWN]]
-        more = f" and {len(unsafe) - SHOWN} more" if len(unsafe) > SHOWN else ""
-        raise UserError(
-            f"{folder} holds a run with another config ({', '.join(told)}{more}); give another --workdir, "
-            f"or add the keys to --config.resume_safe"
-        )
-    for key, (old, new) in changes.items():
-        print(f"config change: {key}: {old!r} -> {new!r}")
-
-
-def sign_run(run: Run, folder: Path, step: int, origin: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-    """Makes the folder this run's, once all that is in it fits; returns what was changed in the config on the way."""
-
-    def sign() -> list[dict[str, Any]]:
-        file, changes, result = folder / "config.json", folder / "changes.json", folder / "result.json"
-        before = configs.flatten(configs.tuples(read_json(file))) if file.exists() else {}
-        made = read_json(changes, changes=list)["changes"] if changes.exists() else []
-        noted = configs.noted(made, before, configs.flatten(run.config), step)
-        result.unlink(missing_ok=True)
-        if origin:
-            write_json(folder / "init.json", origin)
-        write_json(changes, {"changes": noted})  # before the config: written again if the config is not
-        write_json(file, run.config.to_dict())
-        write_json(
-            folder / "data.json", {"task": run.task.name, "fingerprint": run.task.fingerprint(run.config.data.seed)}
-        )
-        return noted
-
-    return hosts.agree(sign)
+def resume(run: Run, checkpoints: Checkpoints, source: start.Source | None, clock: Clock) -> Begun:
+    """The newest good checkpoint, or a beginning."""
+    clock.enter("restore")
+    restored = checkpoints.restore(run.abstract)
+    if restored is None:
+        clock.enter("start")
+        state = start.begin(run, source)
+        return Begun(0, state, {}, source.origin if source else None, [revision()], resumed=False)
+    step, state = restored
+    print(f"resumed at step {step}")
+    noted = read_manifest(step_folder(checkpoints.directory, step))["extra"]
+    clock.resume(noted.get("wall_s", 0.0), noted.get("data_wait_s", 0.0))
+    revisions = list(dict.fromkeys([*noted.get("revisions", []), revision()]))
+    return Begun(step, state, noted.get("scores", {}), noted.get("init"), revisions, resumed=True)
 
 
 def loop(
     run: Run,
     folder: Path,
     checkpoints: Checkpoints,
+    fingerprint: str,
     lengths: Mapping[int, Run] = MappingProxyType({}),
     source: start.Source | None = None,
     ledger: Ledger | None = None,
 ) -> dict[str, Any] | None:
     c, ledger = run.config, ledger or Ledger(Clock())
     clock = ledger.clock
-    clock.enter("restore")
-    restored = checkpoints.restore(run.abstract)
-    if restored is None:
-        clock.enter("start")
-    step, state = restored if restored is not None else (0, start.begin(run, source))
-    scores: dict[str, float] = {}
-    revisions = [revision()]
-    origin = source.origin if source and restored is None else None
-    if restored is not None:
-        print(f"resumed at step {step}")
-        noted = read_manifest(step_folder(checkpoints.directory, step))["extra"]
-        scores, origin = noted.get("scores", {}), noted.get("init")
-        revisions = list(dict.fromkeys([*noted.get("revisions", []), *revisions]))
-        clock.resume(noted.get("wall_s", 0.0), noted.get("data_wait_s", 0.0))
+    step, state, scores, origin, revisions, resumed = resume(run, checkpoints, source, clock)
     extra = {"init": origin, "revisions": revisions}
-    changes = sign_run(run, folder, step, origin)
-    if origin and restored is None:  # so that whatever happens from here on, the source is not read again
+    changes = sign_run(run, folder, fingerprint, step, origin)
+    if origin and not resumed:  # so that whatever happens from here on, the source is not read again
         save(checkpoints, step, state, None, scores, clock, extra)
     best = checkpoints.best_score()
-    reached = has_reached(scores, c)
-    status, pending, nonfinite = "finished", None, int(state.nonfinite)
-    tested: dict[str, Any] = {"targets": {}, "slices": {}, "untested": {}, "test_at": c.test_at, "tested_step": None}
+    broke, pending, nonfinite = False, None, int(state.nonfinite)
 
     with (
-        MetricsLog(folder / "metrics.jsonl", step if restored is not None else None, c.tensorboard) as log,
+        MetricsLog(folder / "metrics.jsonl", step if resumed else None, c.tensorboard) as log,
         Progress(c.steps, step) as progress,
         graceful_stop() as stop_requested,
         Feed(run, state) as feed,
@@ -166,6 +122,9 @@ def loop(
         ledger.begin(step, log.reached)
         for line in checkpoints.reports:
             log.write(step, event=line)
+        if step >= c.steps and not scores:  # saved between evaluations, by a run that was to go further
+            scores = evaluated(run, state, step, log, progress, clock)
+        reached = has_reached(scores, c)
         while step < c.steps and not reached:
             with clock.waiting():
                 batches = next(feed)
@@ -174,21 +133,21 @@ def loop(
             state, sums = run.train_steps(state, batches, n)
             step += n
             ledger.take(n)
-            taken = range(step - n + 1, step + 1), sums
-            at_eval = step == c.steps or (c.eval_every and step % c.eval_every == 0)
-            at_save = step == c.steps or (c.checkpoint_every and step % c.checkpoint_every == 0)
-            stop = stop_requested(step)
+            at_eval, at_save = due(step, c.eval_every, c.steps), due(step, c.checkpoint_every, c.steps)
+            stop = stop_requested()
             checkpoints.check()
             # Metrics are fetched a dispatch late, so that the device always has the next one in hand,
             # except where those of the last are needed at once.
-            due = [pending, taken] if at_eval or at_save or stop else [pending]
-            pending = None if len(due) == 2 else taken
-            broken = log_steps(run, log, progress, clock, filter(None, due))
+            at_once = at_eval or at_save or stop
+            taken = range(step - n + 1, step + 1), sums
+            broken = log_steps(run, log, progress, clock, filter(None, [pending, taken if at_once else None]))
+            pending = None if at_once else taken
             nonfinite += len(broken)
             if broken and c.nonfinite != "skip":
                 # What follows is reckoned from the step that broke, not from the one at which that was found.
-                if c.nonfinite == "stop" or int(state.rollbacks) >= c.max_rollbacks:
-                    status, step = "nonfinite", broken[0]
+                broke = c.nonfinite == "stop" or int(state.rollbacks) >= c.max_rollbacks
+                if broke:
+                    step = broken[0]
                     break
                 clock.enter("restore")
                 step, state = roll_back(run, checkpoints, state, broken[0], nonfinite)
@@ -199,10 +158,7 @@ def loop(
                 pending = None
                 continue
             if at_eval:
-                clock.enter("evaluate")
-                scores = validate(run, state, "validation")
-                log.write(step, **scores)
-                progress.update(step, **{f"val {c.best}": scores[f"validation/{c.best}"]})
+                scores = evaluated(run, state, step, log, progress, clock)
                 reached = has_reached(scores, c)
             # A new best is saved wherever it is found, unless nothing is to be saved before the end.
             keeps_best = c.checkpoint_every or c.test_at == "best"
@@ -221,25 +177,60 @@ def loop(
                 checkpoints.wait()
                 print(f"stopped at step {step}, saved; run the same command to go on")
                 return None
-    if status == "nonfinite":
+    if broke:
         logging.error("non-finite loss at step %d; the last good checkpoint is kept", step)
+        status, found = "nonfinite", untested(c, scores)
     else:
         clock.enter("evaluate")
-        status = "target" if reached else status
-        at, scores, params = chosen(run, checkpoints, step, scores) if c.test_at == "best" else (step, scores, None)
-        final = state if params is None else state.replace(params=params)
-        found, (at_others, untested) = measure(run, final, "test"), at_lengths(lengths, final)
-        scores = scores | found.scores | at_others.scores | streaming.scores(run, final.params)
-        tested |= {"targets": found.targets | at_others.targets, "slices": found.slices | at_others.slices}
-        tested |= {"untested": untested, "tested_step": at}
+        status, found = "target" if reached else "finished", tested(run, checkpoints, lengths, step, state, scores)
     clock.enter("save")
     checkpoints.wait()
-    ended = {"status": status, "steps": step, "nonfinite": nonfinite, "metrics": scores, **tested}
-    return finish(run, folder, ledger, ended | {"changes": changes} | extra)
+    ended = {"status": status, "steps": step, "nonfinite": nonfinite, **found, "changes": changes, **extra}
+    return finish(run, folder, ledger, fingerprint, ended)
+
+
+def due(step: int, every: int, last: int) -> bool:
+    """Whether something is to be done after a step: every so many, or never where that is 0, and after the last."""
+    return step == last or (every > 0 and step % every == 0)
+
+
+def evaluated(
+    run: Run, state: RunState, step: int, log: MetricsLog, progress: Progress, clock: Clock
+) -> dict[str, float]:
+    """The validation scores of a step, logged and shown."""
+    best = run.config.best
+    clock.enter("evaluate")
+    scores = validate(run, state, "validation")
+    log.write(step, **scores)
+    progress.update(step, **{f"val {best}": scores[f"validation/{best}"]})
+    return scores
 
 
 def has_reached(scores: dict[str, float], c: ConfigDict) -> bool:
     return bool(c.target) and scores.get("validation/accuracy", 0.0) >= c.target
+
+
+def tested(
+    run: Run, checkpoints: Checkpoints, lengths: Mapping[int, Run], step: int, state: RunState, scores: dict[str, float]
+) -> dict[str, Any]:
+    """What a result says of tests: those of the last step or of the best."""
+    test_at = run.config.test_at
+    at, scores, params = chosen(run, checkpoints, step, scores) if test_at == "best" else (step, scores, None)
+    final = state if params is None else state.replace(params=params)
+    found, (at_others, lacking) = measure(run, final, "test"), at_lengths(lengths, final)
+    return {
+        "metrics": scores | found.scores | at_others.scores | streaming.scores(run, final.params),
+        "targets": found.targets | at_others.targets,
+        "slices": found.slices | at_others.slices,
+        "untested": lacking,
+        "test_at": test_at,
+        "tested_step": at,
+    }
+
+
+def untested(c: ConfigDict, scores: dict[str, float]) -> dict[str, Any]:
+    """The same where nothing was tested."""
+    return {"metrics": scores, "targets": {}, "slices": {}, "untested": {}, "test_at": c.test_at, "tested_step": None}
 
 
 def chosen(
@@ -248,7 +239,8 @@ def chosen(
     """The step that validation chose, its scores and its parameters; None for these where it is the last one."""
     checkpoints.wait()
     best = hosts.agree(checkpoints.best_step)
-    if best is None or best == step:
+    # The last step may have been saved without the score by which it is the best.
+    if best is None or best == step or rank(scores, run.config.best) > checkpoints.best_score():
         return step, scores, None
     params = checkpoint.load_params(checkpoints.directory, run.abstract.params, best)
     return best, read_manifest(step_folder(checkpoints.directory, best))["extra"]["scores"], params
@@ -358,14 +350,14 @@ def rank(scores: dict[str, float], best: str) -> float:
     return -score if best == "loss" else score
 
 
-def finish(run: Run, folder: Path, ledger: Ledger, ended: dict[str, Any]) -> dict[str, Any]:
+def finish(run: Run, folder: Path, ledger: Ledger, fingerprint: str, ended: dict[str, Any]) -> dict[str, Any]:
     """Writes the result row: its presence says that the run is over. `ended` holds what only the loop knows."""
     c, clock, device, waited = run.config, ledger.clock, jax.devices()[0], ledger.clock.share_waited()
     result = {
         **ended,
         "config_hash": configs.digest(c),
         "revision": revision(),
-        "data_fingerprint": run.task.fingerprint(c.data.seed),
+        "data_fingerprint": fingerprint,
         "data": {"seed": c.data.seed, **run.task.parameters()},
         "task": c.data.task,
         "length": run.task.length,

@@ -38,6 +38,12 @@ def step_of(folder: Path) -> int | None:
     return int(folder.name)
 
 
+def steps(directory: str | Path) -> list[int]:
+    """The committed steps, oldest first."""
+    found = [step_of(path.parent) for path in Path(directory).glob(f"*/{MANIFEST}")]
+    return sorted(step for step in found if step is not None)
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """What was recorded with a step: `step`, `score`, `extra`, `leaves`, `hosts` and `files`."""
     content = _read_sealed(folder / MANIFEST)

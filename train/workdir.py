@@ -167,8 +167,8 @@ def _lock(lock: int, path: str | Path) -> str:
 
 
 @contextlib.contextmanager
-def graceful_stop() -> Iterator[Callable[[int], bool]]:
-    """Yields `stop_requested(step)`, to be asked after every dispatch: true once SIGTERM or SIGINT has come.
+def graceful_stop() -> Iterator[Callable[[], bool]]:
+    """Yields `stop_requested()`, to be asked after every dispatch: true once SIGTERM or SIGINT has come.
 
     With several processes a signal to any of them counts, and all stop at the same step.
     """
@@ -186,7 +186,7 @@ def graceful_stop() -> Iterator[Callable[[int], bool]]:
 
     previous = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield (lambda step: bool(received)) if line is None else (lambda step: line.stop_requested())
+        yield (lambda: bool(received)) if line is None else line.stop_requested
     finally:
         for number, old in previous.items():
             signal.signal(number, old)

@@ -105,7 +105,7 @@ def step_in_loop(run: Run) -> float:
         contextlib.redirect_stdout(io.StringIO()),
         Checkpoints(Path(folder) / "checkpoints", run.config.keep) as checkpoints,
     ):
-        loop(watched, Path(folder), checkpoints)
+        loop(watched, Path(folder), checkpoints, run.task.fingerprint(run.config.data.seed))
     first, start = next(call for call in calls if call[0] >= WARM)
     last, end = calls[-1]
     return (end - start) / (last - first)

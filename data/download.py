@@ -1,5 +1,6 @@
 """A file from its address, taken up where an earlier attempt ended, and named only once it is what was promised."""
 
+import contextlib
 import hashlib
 import http.client
 import os
@@ -7,6 +8,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from data.prepared import folders
 from data.progress import Bytes
 from data.sets.release import Download
 from model.errors import UserError
@@ -22,22 +24,26 @@ def download(one: Download, root: Path) -> Path:
         return there
     path = root / one.path
     part = path.with_name(path.name + ".part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "ab"):  # a folder that cannot be written is said before the network is asked
-            pass
-    except OSError as error:
-        raise UserError(f"cannot write {part}: {error.strerror}") from None
-    try:
-        _fetch(one, part)
-    except ABSENT as error:
-        why = getattr(error, "reason", None) or error
-        if part.exists() and not part.stat().st_size:
-            part.unlink()
-        raise UserError(f"cannot fetch {one.url} ({why}); put that file at {path} and prepare again") from None
-    _verify(one, part)
-    os.replace(part, path)
+    with contextlib.ExitStack() as made:
+        try:
+            made.enter_context(folders(path.parent))
+            with open(part, "ab"):  # a folder that cannot be written is said before the network is asked
+                made.callback(_drop_empty, part)
+        except OSError as error:
+            raise UserError(f"cannot write {part}: {error.strerror}") from None
+        try:
+            _fetch(one, part)
+        except ABSENT as error:
+            why = getattr(error, "reason", None) or error
+            raise UserError(f"cannot fetch {one.url} ({why}); put that file at {path} and prepare again") from None
+        _verify(one, part)
+        os.replace(part, path)
     return path
+
+
+def _drop_empty(part: Path) -> None:
+    if part.exists() and not part.stat().st_size:
+        part.unlink()
 
 
 def _fetch(one: Download, part: Path) -> None:

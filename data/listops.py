@@ -11,18 +11,17 @@ Instead of the law, `source` may name the trees that LRA released (`python -m da
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from data import bins
-from data.prepared import PreparedSet, open_set
 from data.rng import Stream
-from data.task import SPLITS, Example, Task
+from data.stored import Stored
+from data.task import SPLITS, Example
 from model.errors import UserError
-from model.settings import Count, Length, Name, within
+from model.settings import Count, Length, within
 
 TOKENS = ("<pad>", *"0123456789", "[MIN", "[MAX", "[MED", "[SM", "]")
 ZERO, MIN, CLOSE = TOKENS.index("0"), TOKENS.index("[MIN"), TOKENS.index("]")
@@ -101,8 +100,12 @@ def solve(tree: Tree, digits: np.ndarray) -> tuple[int, np.ndarray]:
     return int(value[0]), tokens
 
 
+def stack(examples: list[Example]) -> Example:
+    return {key: np.stack([one[key] for one in examples]) for key in examples[0]}
+
+
 @dataclass(frozen=True)
-class ListOps(Task):
+class ListOps(Stored):
     """Nested prefix expressions of MIN, MAX, MED and SM over digits: name the value (Long Range Arena).
 
     Protocol `lra` reads the tokens alone, at most 2,000. Protocol `s4` (https://github.com/state-spaces/s4,
@@ -111,6 +114,7 @@ class ListOps(Task):
     """
 
     name: ClassVar[str] = "listops"
+    set_name: ClassVar[str] = "lra_listops"
     kind: ClassVar[str] = "classify"
     n_classes: ClassVar[int] = 10
 
@@ -124,11 +128,10 @@ class ListOps(Task):
     n_test: Count = 2000
     protocol: Literal["lra", "s4"] = "lra"
     source: Literal["law", "released"] = "law"  # released: what was prepared below `root`, by the law's defaults
-    root: Name = "downloads"  # the folder given to data.prepare
 
-    @functools.cached_property
-    def stored(self) -> PreparedSet:
-        return open_set(self.root, "lra_listops")
+    @property
+    def on_disk(self) -> bool:
+        return self.source == "released"
 
     @property
     def vocab_size(self) -> int:
@@ -136,11 +139,12 @@ class ListOps(Task):
 
     @property
     def costly(self) -> bool:
-        return self.source == "law"
+        return not self.on_disk
 
     def check(self) -> None:
-        if self.source == "released":
+        if self.on_disk:
             self.check_released()
+        super().check()
         nodes = [self.max_args**d for d in range(self.max_depth)]
         longest = sum(nodes) + sum(nodes[:-1])
         # A lone digit is one token long: from min_length 1 on, every tree kept has an operator at its root.
@@ -158,15 +162,20 @@ class ListOps(Task):
                     f"data.listops.{field.name} is {value}, but source='released' has its own law; "
                     f"closest: {field.default}, or source=law"
                 )
-        assert self.stored  # one that is not there is said before anything is built
 
     def sizes(self) -> dict[str, int | None]:
-        if self.source == "released":
+        if self.on_disk:
             return {split: len(self.stored.arrays[f"{split}_values"]) for split in SPLITS}
         return {"train": self.n_train, "validation": self.n_validation, "test": self.n_test}
 
-    def example(self, split: str, index: int, rng: np.random.Generator) -> Example:
-        value, tokens, depth = self.read(split, index) if self.source == "released" else self.make(rng)
+    def examples(self, split: str, index: int, rng: np.random.Generator) -> Example:
+        return super().examples(split, index, rng) if self.on_disk else stack([self.shown(*self.make(rng))])
+
+    def rows(self, split: str, places: np.ndarray) -> Example:
+        return stack([self.shown(*self.read(split, place)) for place in places])
+
+    def shown(self, value: int, tokens: np.ndarray, depth: int) -> Example:
+        """A tree of a value and so many levels as the protocol has it."""
         n = len(tokens)
         inputs, segments = np.zeros((2, self.length), np.int32)
         inputs[:n] = tokens
@@ -213,12 +222,9 @@ class ListOps(Task):
         return dict(_baselines(self))
 
     def parameters(self) -> dict[str, Any]:
-        """Where the bytes lie does not matter, and what came later says nothing while it is as it always was."""
+        """What came later says nothing while it is as it always was."""
         later = {"protocol": "lra", "source": "law"}
-        return {k: v for k, v in dataclasses.asdict(self).items() if k != "root" and later.get(k) != v}
-
-    def content(self) -> Iterable[bytes]:
-        return (self.stored.digest.encode(),) if self.source == "released" else ()
+        return {key: value for key, value in super().parameters().items() if later.get(key) != value}
 
 
 @functools.cache
@@ -226,10 +232,10 @@ def _baselines(task: ListOps, samples: int = 2000) -> dict[str, float]:
     """Always the commonest value; and the commonest value under each root operator, the first token."""
     counts = np.zeros((4, 10))
     stream = Stream(0, "baselines")
-    samples = min(samples, task.size("train")) if task.source == "released" else samples
+    samples = min(samples, task.size("train")) if task.on_disk else samples
     for index in range(samples):
-        example = task.example("train", index, stream.at(index))
-        counts[example["inputs"][0] - MIN, example["targets"]] += 1
+        made = task.examples("train", index, stream.at(index))
+        counts[made["inputs"][0, 0] - MIN, made["targets"][0]] += 1
     return {
         "majority": float(counts.sum(0).max() / samples),
         "root operator": float(counts.max(1).sum() / samples),

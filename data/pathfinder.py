@@ -1,7 +1,6 @@
 """Pathfinder and Path-X of Long Range Arena (Tay et al., 2020, https://arxiv.org/abs/2011.04006)."""
 
 import functools
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -159,6 +158,3 @@ class Pathfinder(Stored):
             return {"chance": 0.5, "majority": max(ones, 1 - ones)}
         known = FAR_APART.get(self.side) if self.difficulty == "hard" else None
         return {"chance": 0.5} | ({"dots far apart": known[1]} if known else {})
-
-    def content(self) -> Iterable[bytes]:
-        return super().content() if self.on_disk else ()

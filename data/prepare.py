@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
                 prepare(release, root)
             tell(open_set(str(root), release.name), root)
     except KeyboardInterrupt:
-        print("stopped; what was fetched is kept, and the set is begun anew", file=sys.stderr)
+        print("stopped; what was fetched is kept, and of a long conversion what was done", file=sys.stderr)
         return 130
     return 0
 

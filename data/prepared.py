@@ -7,26 +7,31 @@ Arrays are mapped into memory: opening one costs nothing, and processes on one m
 """
 
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
 import json
 import math
 import os
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+from absl import logging
 
 from model.errors import UserError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+DONE = "done.json"  # in a set that is being made, how much of it is
+TRIES = 100  # to take a lock that another process removes
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +68,7 @@ def open_set(root: str, name: str) -> PreparedSet:
 
 
 def command(root: str | Path, name: str) -> str:
-    return f"python -m data.prepare {name} --root={root}"
+    return f"python -m data.prepare {name} --root={shlex.quote(str(root))}"
 
 
 @functools.lru_cache(maxsize=32)
@@ -139,9 +144,47 @@ class Writer:
             self._growing[name] = Growing(self._path(name), part.dtype, part.shape[1:])
         self._growing[name].append(part)
 
-    def fill(self, name: str, dtype: np.typing.DTypeLike, shape: tuple[int, ...]) -> None:
-        """Opens `filled[name]`, an array to be written in any order."""
-        self.filled[name] = np.lib.format.open_memmap(self._path(name), "w+", np.dtype(dtype), shape)
+    def fill(self, of: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        """Opens `filled`, arrays of bytes to be written in any order, before anything else is written.
+
+        Gives how much of the work is done already, as the last `note_done` has it of a process that was killed; `of`
+        names the work, and all that it rests on.
+        """
+        self._of = of
+        done = self._done()
+        try:
+            opened = {name: np.load(self._path(name), mmap_mode="r+") for name in shapes if done}
+        except (OSError, ValueError, EOFError):
+            opened = {}
+        if {name: (array.dtype, array.shape) for name, array in opened.items()} != {
+            name: (np.dtype(np.uint8), shape) for name, shape in shapes.items()
+        }:
+            done = 0
+        for path in self.place.iterdir():
+            if not done or (path.name != DONE and path.stem not in shapes):
+                path.unlink()
+        new = functools.partial(np.lib.format.open_memmap, mode="w+", dtype=np.uint8)
+        self.filled = opened if done else {name: new(self._path(name), shape=shape) for name, shape in shapes.items()}
+        return done
+
+    def note_done(self, n: int) -> None:
+        """So much of the work need not be done again, even if the power fails."""
+        for array in self.filled.values():
+            array.flush()
+        new = self.place / f"{DONE}.new"
+        with open(new, "w", encoding="utf-8") as file:
+            json.dump({"of": self._of, "done": n}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, self.place / DONE)
+        _sync(self.place)
+
+    def _done(self) -> int:
+        try:
+            found = json.loads((self.place / DONE).read_text(encoding="utf-8"))
+            return int(found["done"]) if found["of"] == self._of else 0
+        except (OSError, ValueError, KeyError, TypeError):
+            return 0
 
     def _path(self, name: str) -> Path:
         return self.place / f"{name}.npy"
@@ -164,6 +207,7 @@ class Writer:
 
     def finish(self, name: str) -> None:
         """Writes the manifest, with which the set is one."""
+        (self.place / DONE).unlink(missing_ok=True)
         manifest = {"format": FORMAT, "name": name, "arrays": self.facts(), "notes": self.notes}
         with open(self.place / MANIFEST, "x", encoding="utf-8") as file:
             json.dump(manifest, file, indent=1)
@@ -207,26 +251,81 @@ def _sync(place: Path) -> None:
 
 
 @contextlib.contextmanager
+def folders(path: Path) -> Iterator[None]:
+    """A folder is there in the block; what had to be made for it, and is empty after it, is gone again."""
+    made = [one for one in (path, *path.parents) if not one.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        yield
+    finally:
+        for one in made:
+            with contextlib.suppress(OSError):  # not empty, or another process was faster
+                one.rmdir()
+
+
+def _locked(path: Path) -> IO:
+    """The lock file, held by this process: the one that others find too, as a holder that fails removes it."""
+    for _ in range(TRIES):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.ExitStack() as opened:
+                lock = opened.enter_context(open(path, "a"))
+                _hold(lock)
+                if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                    opened.pop_all()
+                    return lock
+        except FileNotFoundError:  # removed since, with or without its folder
+            continue
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
+def _hold(lock: IO) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        logging.warning(
+            "%s: its file system has no locks; a second process that makes the set is not refused", lock.name
+        )
+
+
+@contextlib.contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    """One process at a time; a lock file that was made for it goes again where no set came to stand."""
+    path = place.with_name(f".{place.name}.lock")
+    with folders(path.parent):
+        made = not path.exists()
+        with _locked(path):
+            try:
+                yield
+            finally:
+                if made and not place.exists():
+                    with contextlib.suppress(OSError):
+                        path.unlink()  # while it is held; see _locked
+
+
+@contextlib.contextmanager
 def writing(root: str | Path, name: str) -> Iterator[Writer]:
     """A set to write, which takes its place when the block ends, and leaves nothing if it fails.
 
-    What a process that was killed left behind is begun anew. One process at a time writes a set.
+    What a process that was killed left behind is begun anew, less what it noted as done; of one that was interrupted
+    that is kept too. One process at a time writes a set.
     """
     place = folder(root, name)
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(place.with_name(f".{name}.lock"), "a")  # noqa: SIM115
-    except OSError as error:
-        raise UserError(f"cannot write below {str(root)!r}: {error.strerror}") from None
-    with lock:
+    with contextlib.ExitStack() as held:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            held.enter_context(_alone(place))
+        except BlockingIOError:
             raise UserError(f"another process is making the set {name!r} below {str(root)!r}; wait for it") from None
+        except OSError as error:
+            raise UserError(f"cannot write below {str(root)!r}: {error.strerror}") from None
         part, old = place.with_name(f".{name}.part"), place.with_name(f".{name}.old")
-        shutil.rmtree(part, ignore_errors=True)
+        if not (part / DONE).is_file():
+            shutil.rmtree(part, ignore_errors=True)
+        kept = False
         try:
-            part.mkdir()
+            part.mkdir(exist_ok=True)
             writer = Writer(part)
             with contextlib.closing(writer):
                 yield writer
@@ -238,6 +337,10 @@ def writing(root: str | Path, name: str) -> Iterator[Writer]:
             _sync(place.parent)
         except OSError as error:
             raise UserError(f"cannot write {part}: {error.strerror or error}") from error
+        except KeyboardInterrupt:
+            kept = (part / DONE).is_file()
+            raise
         finally:
-            shutil.rmtree(part, ignore_errors=True)
+            if not kept:
+                shutil.rmtree(part, ignore_errors=True)
             shutil.rmtree(old, ignore_errors=True)

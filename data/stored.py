@@ -48,4 +48,4 @@ class Stored(Task):
         return {key: value for key, value in dataclasses.asdict(self).items() if key != "root"}
 
     def content(self) -> Iterable[bytes]:
-        return (self.stored.digest.encode(),)
+        return (self.stored.digest.encode(),) if self.on_disk else ()

@@ -6,12 +6,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from data import pipeline
-from eval.report import provenance, write
+from eval.report import changed, columns, provenance, write
 from eval.restore import Restored
 from train.evaluate import bits_per_byte, mean, tally
 from train.objective import Objective
@@ -42,7 +41,7 @@ def measure(restored: Restored, split: str) -> dict[str, Any]:
     return {
         "examples": min(n for n in (asked, there) if n),
         "targets": int(totals["accuracy"][1]),
-        "metrics": means(totals) | readings(run.objective, loss),
+        "metrics": plain(totals) | readings(run.objective, loss),
         "baselines": run.objective.baselines(),
         "slices": {
             name: of_bins(run.objective, labels, totals, name) for name, labels in run.objective.attributes.items()
@@ -50,7 +49,7 @@ def measure(restored: Restored, split: str) -> dict[str, Any]:
     }
 
 
-def means(totals: Totals) -> dict[str, float]:
+def plain(totals: Totals) -> dict[str, float]:
     """The plain numbers; `exact` where whole answers count."""
     return {name: float(mean(*totals[name])) for name in ("accuracy", "exact", "loss") if name in totals}
 
@@ -64,7 +63,7 @@ def readings(objective: Objective, loss: float) -> dict[str, float]:
 
 def of_bins(objective: Objective, labels: tuple[str, ...], totals: Totals, name: str) -> list[dict[str, Any]]:
     """One line per bin of an attribute, with `exact` where whole answers count, and bits per byte of running text."""
-    lines = slices(labels, *totals[f"accuracy/{name}"])
+    lines = by_bin(labels, *totals[f"accuracy/{name}"])
     more = {"exact": mean(*totals[f"exact/{name}"])} if f"exact/{name}" in totals else {}
     if f"loss/{name}" in totals:
         more |= bits_per_byte(objective, mean(*totals[f"loss/{name}"]))
@@ -74,23 +73,22 @@ def of_bins(objective: Objective, labels: tuple[str, ...], totals: Totals, name:
     return lines
 
 
-def slices(labels: tuple[str, ...], hits: np.ndarray, counts: np.ndarray) -> list[dict[str, Any]]:
+def by_bin(labels: tuple[str, ...], hits: np.ndarray, counts: np.ndarray) -> list[dict[str, Any]]:
     """One line per bin; the accuracy of an empty one is NaN."""
     lines = zip(labels, mean(hits, counts), counts, strict=True)
     return [{"bin": label, "accuracy": float(a), "count": int(n)} for label, a, n in lines]
 
 
 def headline(report: dict[str, Any]) -> str:
-    changed = "".join(f", {key}={new}" for key, (_, new) in report["changes"].items())
     return (
         f"{report['task']} {report['split']} split at step {report['step']}: "
-        f"{report['examples']:,} examples, {report['targets']:,} targets{changed}"
+        f"{report['examples']:,} examples, {report['targets']:,} targets{changed(report)}"
     )
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
     """The numbers for the eye: one table of means, one for each attribute."""
-    means = Table("metric", "value", box=box.SIMPLE_HEAD)
+    means = columns("metric", "value")
     for name, value in report["metrics"].items():
         means.add_row(name.replace("_", " "), show(value))
     for name, value in report["baselines"].items():
@@ -98,13 +96,10 @@ def tables(report: dict[str, Any]) -> list[Table]:
     out = [means]
     for name, lines in report["slices"].items():
         shown = [key for key in ("accuracy", "exact", "bits_per_byte") if key in lines[0]]
-        table = Table(name, *(key.replace("_", " ") for key in shown), "count", box=box.SIMPLE_HEAD)
+        table = columns(name, *(key.replace("_", " ") for key in shown), "count")
         for line in lines:
             table.add_row(line["bin"], *(show(line[key]) for key in shown), f"{line['count']:,}")
         out.append(table)
-    for table in out:
-        for column in table.columns[1:]:
-            column.justify = "right"
     return out
 
 

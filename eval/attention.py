@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -19,7 +18,7 @@ from data.text import Text
 from eval.accuracy import show
 from eval.continuation import check_tokens, encode
 from eval.maps import SCORES, effective_rank, equal_weights, scores, seen
-from eval.report import provenance, write
+from eval.report import changed, columns, provenance, write
 from eval.restore import Restored
 from model.build import Model
 from model.errors import UserError
@@ -173,11 +172,11 @@ def together(numbers: Sequence[Any]) -> Any:
 
 
 def headline(report: dict[str, Any]) -> str:
-    changed = "".join(f", {key}={new}" for key, (_, new) in report["changes"].items())
+    task, at, end = report["task"], f"at step {report['step']}", changed(report)
     if "prompt" in report:
-        return f"{report['task']} prompt at step {report['step']}{changed}"
+        return f"{task} prompt {at}{end}"
     n = report["examples"]
-    return f"{report['task']} {report['split']} split at step {report['step']}: {n:,} example{'s'[: n > 1]}{changed}"
+    return f"{task} {report['split']} split {at}: {n:,} example{'s'[: n > 1]}{end}"
 
 
 def missing(report: dict[str, Any]) -> str:
@@ -203,7 +202,7 @@ def labels(task: Task, tokens: np.ndarray) -> list[str]:
 def table(report: dict[str, Any]) -> Table:
     """A line for each head, and one below a layer's heads for equal weights on all that they see."""
     names = ("rank", "head", "entropy", "first", "previous", "induction")
-    out = Table(Column("layer", no_wrap=True), *names, box=box.SIMPLE_HEAD)
+    out = columns(Column("layer", no_wrap=True), *names)
     for layer in report["layers"]:
         lines = [*enumerate(layer["heads"]), ("equal", layer["equal_weights"])] if layer["heads"] else []
         for i, (head, of) in enumerate(lines):
@@ -213,6 +212,4 @@ def table(report: dict[str, Any]) -> Table:
         if not lines:
             out.add_row(f"{layer['layer']} {layer['mixer']}", f"{layer['rank']:.1f}", "no map", *"----")
         out.add_section()
-    for column in out.columns[1:]:
-        column.justify = "right"
     return out

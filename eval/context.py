@@ -3,12 +3,10 @@
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from eval.accuracy import show
-from eval.report import provenance, write
+from eval.report import columns, provenance, write
 from eval.restore import Restored
 from train import streaming
 from train.evaluate import bits_per_byte
@@ -20,11 +18,9 @@ def context(restored: Restored, *, split: str, targets: int) -> None:
     """The suite: contexts double up to the longest of the row's length and `test_lengths`."""
     report = provenance(restored, split) | measure(restored, split, targets)
     path = write(restored, f"context-{report['targets']}", split, report)
-    table = Table("context", "bits per byte", box=box.SIMPLE_HEAD)
+    table = columns("context", "bits per byte", texts=0)
     for line in report["context"]:
         table.add_row(f"{line['context']:,}", show(line["bits_per_byte"]))
-    for column in table.columns:
-        column.justify = "right"
     console = Console(highlight=False)
     console.print(f"{report['task']} {split} split at step {restored.step}: the same {report['targets']:,} bytes")
     console.print(table)

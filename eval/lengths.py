@@ -5,13 +5,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from eval.accuracy import measure, show
 from eval.pictures import draw_grid
-from eval.report import provenance, write
+from eval.report import columns, provenance, write
 from eval.restore import Restored
 from model.errors import UserError
 from train.run import at_length
@@ -52,9 +51,7 @@ def grid(found: Measured, name: str, metric: str) -> tuple[tuple[str, ...], np.n
 
 
 def table(name: str, labels: tuple[str, ...], found: Measured, values: np.ndarray) -> Table:
-    shown = Table(name, *(f"length {length}" for length in found), box=box.SIMPLE_HEAD)
+    shown = columns(name, *(f"length {length}" for length in found))
     for label, line in zip(labels, values, strict=True):
         shown.add_row(label, *map(show, line.tolist()))
-    for column in shown.columns[1:]:
-        column.justify = "right"
     return shown

@@ -2,17 +2,18 @@
 
 from typing import Any
 
+import jax
 import numpy as np
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from data import bins, pipeline
 from eval.continuation import check_tokens
-from eval.report import provenance, write
+from eval.report import columns, provenance, write
 from eval.restore import Restored
 from model.errors import UserError
 from train.evaluate import fetch, mean
+from train.objective import Batch, row_weights
 from train.reach import last_place, sensitivity
 from train.run import on_mesh
 from train.sharding import put_batch
@@ -36,7 +37,11 @@ def reach(restored: Restored, *, split: str) -> None:
 def measure(restored: Restored, split: str) -> list[dict[str, Any]]:
     """Mean norms in bins of the distance from a vector to the last answer, with fresh parameters and with these."""
     run, c = restored.run, restored.run.config
-    step = on_mesh(lambda params, batch: (sensitivity(run.model, params, batch), last_place(batch)), run.mesh, c)
+
+    def found_in(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return sensitivity(run.model, params, batch), last_place(batch), row_weights(batch) > 0
+
+    step = on_mesh(found_in, run.mesh, c)
     labels = ("0", *bins.labels(max(run.task.length - 1, 1)))
     params = {"fresh": run.init().params, "trained": restored.params}
     totals = {name: np.zeros(len(labels)) for name in params}
@@ -44,9 +49,9 @@ def measure(restored: Restored, split: str) -> list[dict[str, Any]]:
     for batch in pipeline.eval_batches(run.task, c.data.seed, split, c.batch_size, c.eval_batches):
         rows = put_batch(batch, run.batch_sharding)
         for name in params:
-            norms, last = fetch(step(params[name], rows))
+            norms, last, real = fetch(step(params[name], rows))
             distance = last[:, None] - np.arange(norms.shape[1])
-            seen = distance >= 0
+            seen = (distance >= 0) & real[:, None]  # not of rows past the end of a split
             number = np.where(distance > 0, bins.number(np.maximum(distance, 1)) + 1, 0)[seen]
             totals[name] += np.bincount(number, norms[seen], len(labels))
         counts += np.bincount(number, minlength=len(labels))
@@ -59,9 +64,7 @@ def measure(restored: Restored, split: str) -> list[dict[str, Any]]:
 
 
 def table(lines: list[dict[str, Any]]) -> Table:
-    out = Table("tokens back", "fresh", "trained", box=box.SIMPLE_HEAD)
+    out = columns("tokens back", "fresh", "trained")
     for line in lines:
         out.add_row(line["distance"], *(f"{line[name]:.3g}" for name in ("fresh", "trained")))
-    for column in out.columns[1:]:
-        column.justify = "right"
     return out

@@ -1,4 +1,4 @@
-"""What a suite leaves behind: a JSON file in the run's folder that says what was measured, and on what."""
+"""What a suite leaves behind: a JSON file in the run's folder that says what was measured, and on what; and tables."""
 
 import math
 from datetime import UTC, datetime
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from rich import box
+from rich.table import Column, Table
 
 from eval.restore import Restored
 from model.errors import UserError
@@ -44,6 +46,19 @@ def write(restored: Restored, suite: str, split: str, report: dict[str, Any]) ->
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
     return path
+
+
+def columns(*names: str | Column, texts: int = 1) -> Table:
+    """A table to be filled; what comes after the first columns, of texts, are numbers."""
+    table = Table(*names, box=box.SIMPLE_HEAD)
+    for column in table.columns[texts:]:
+        column.justify = "right"
+    return table
+
+
+def changed(report: dict[str, Any]) -> str:
+    """What was asked otherwise than it was trained, to end a headline."""
+    return "".join(f", {key}={new}" for key, (_, new) in report["changes"].items())
 
 
 def finite(value: Any) -> Any:

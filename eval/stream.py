@@ -4,12 +4,10 @@ import time
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from eval.accuracy import show
-from eval.report import provenance, write
+from eval.report import columns, provenance, write
 from eval.restore import Restored
 from train import streaming
 from train.evaluate import bits_per_byte
@@ -25,12 +23,10 @@ def stream(restored: Restored, *, split: str) -> None:
     streaming.check(restored.run, split, c.length, c.recompute)
     report = provenance(restored, split) | measure(restored, split)
     path = write(restored, "stream", split, report)
-    table = Table("bytes read", "bits per byte", box=box.SIMPLE_HEAD)
+    table = columns("bytes read", "bits per byte", "targets", texts=0)
     for line in report["stream"]:
-        table.add_row(f"{line['bytes']:,}", show(line["bits_per_byte"]))
-    table.add_row("all", show(report["metrics"]["bits_per_byte"]))
-    for column in table.columns:
-        column.justify = "right"
+        table.add_row(f"{line['bytes']:,}", show(line["bits_per_byte"]), f"{line['targets']:,}")
+    table.add_row("all", show(report["metrics"]["bits_per_byte"]), f"{report['bytes']:,}")
     Console(highlight=False).print(table)
     print(f"{report['bytes_per_s']:.0f} bytes/s, {report['state_bytes']:,} bytes of state")
     print(path)

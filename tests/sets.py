@@ -166,11 +166,17 @@ def small(name: str) -> Release:
 
 
 def refused(release: Release, root: Path) -> str:
-    """The one line by which it is, after which nothing is left that a later run would trust."""
+    """The one line by which it is, after which nothing stands there that did not before."""
+    before = made(root)
     with pytest.raises(UserError) as error:
         prepare(release, root)
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match=f"python -m data.prepare {release.name} --root={root}"):
         open_set(str(root), release.name)
-    assert not [path for path in root.glob("prepared/*") if path.suffix != ".lock"]
+    assert made(root) == before
     return str(error.value)
+
+
+def made(root: Path) -> list[Path]:
+    """What stands below a root besides what was released or fetched."""
+    return sorted([*root.glob("prepared"), *root.glob("prepared/*")])

@@ -116,7 +116,7 @@ def test_batches_are_pure(task):
     backward = [batch_at(task, 3, "train", 4, step) for step in reversed(range(4))][::-1]
     assert all(map(same, forward, backward))
     assert not same(forward[0], forward[1])
-    if task.name != "text" and not isinstance(task, Stored):
+    if task.name != "text" and not (isinstance(task, Stored) and task.on_disk):
         assert not same(forward[0], batch_at(task, 4, "train", 4, 0)), "another seed makes other examples"
 
 

@@ -98,12 +98,13 @@ def test_a_download_with_a_wrong_checksum_is_thrown_away(tmp_path, server):
 def test_without_internet_the_line_says_which_file_to_put_where(tmp_path, server):
     release = served(server)
     server.content = b""
-    gone = dataclasses.replace(release.downloads[0], url="http://localhost:1/enwik8.zip")
-    line = refused(dataclasses.replace(release, downloads=(gone,)), tmp_path)
-    assert re.search(
-        rf"cannot fetch http://localhost:1/enwik8.zip \(.*\); put that file at {tmp_path}/enwik8.zip", line
-    )
-    assert not list(tmp_path.glob("enwik8*"))
+    for path in ("enwik8.zip", "of/enwik8.zip"):
+        gone = dataclasses.replace(release.downloads[0], url="http://localhost:1/enwik8.zip", path=path)
+        line = refused(dataclasses.replace(release, downloads=(gone,)), tmp_path)
+        assert re.search(
+            rf"cannot fetch http://localhost:1/enwik8.zip \(.*\); put that file at {tmp_path}/{path}", line
+        )
+        assert not list(tmp_path.iterdir()), "not even a folder"
 
 
 # --- the command ---

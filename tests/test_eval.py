@@ -19,7 +19,7 @@ import pytest
 from configs import archs, base
 from data import build as build_task
 from eval import generate as generation
-from eval.accuracy import measure, slices
+from eval.accuracy import by_bin, measure
 from eval.continuation import continuation, decode, encode
 from eval.generate import check, generate, pad
 from eval.report import finite
@@ -388,7 +388,7 @@ def test_steps_are_chosen_among_those_there_are(tmp_path):
 
 @pytest.mark.quick
 def test_an_empty_bin_has_no_accuracy():
-    first, second = slices(("a", "b"), np.array([1.0, 0.0]), np.array([4.0, 0.0]))
+    first, second = by_bin(("a", "b"), np.array([1.0, 0.0]), np.array([4.0, 0.0]))
     assert first == {"bin": "a", "accuracy": 0.25, "count": 4}
     assert math.isnan(second["accuracy"]) and second["count"] == 0
 

@@ -1,21 +1,26 @@
 """Published sets: read as released, and trusted only when whole."""
 
+import errno
+import fcntl
 import hashlib
 import io
 import itertools
 import os
 import pickle
 import re
+import shlex
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data import build
+from data import build, prepared
 from data.listops import TOKENS
 from data.prepare import prepare
 from data.prepared import is_whole, open_set, writing
 from data.rng import Stream
+from data.sets import lra_pathfinder
 from data.sets.lra_listops import parse
 from model.errors import UserError
 from tests import sets
@@ -178,6 +183,76 @@ def test_a_set_that_was_not_finished_is_begun_anew(tmp_path):
     assert list(open_set(str(tmp_path), "enwik8").arrays) == ["bytes"]
 
 
+def stopped(root: Path, monkeypatch: pytest.MonkeyPatch, after: int, how: type[BaseException]) -> None:
+    """Twelve pictures, the process stopped by that exception while it reads the one `after` so many."""
+    read, numbers = lra_pathfinder.picture, itertools.count()
+    part = root / "prepared" / ".lra_pathfinder32.part"
+
+    def failing(entry, side):
+        if next(numbers) == after:
+            shutil.copytree(part, root / "left")
+            raise how
+        return read(entry, side)
+
+    with monkeypatch.context() as patched, pytest.raises(how):
+        patched.setattr(lra_pathfinder, "picture", failing)
+        prepare(small("lra_pathfinder32"), root)
+    if how is Killed:  # nobody tidies up
+        part.parent.mkdir()
+        (root / "left").rename(part)
+
+
+class Killed(BaseException):
+    pass
+
+
+def pictures_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    read, seen = lra_pathfinder.picture, []
+    with monkeypatch.context() as patched:
+        patched.setattr(lra_pathfinder, "picture", lambda entry, side: seen.append(entry.path) or read(entry, side))
+        prepare(small("lra_pathfinder32"), root)
+    return seen
+
+
+@pytest.mark.parametrize("how", [KeyboardInterrupt, Killed])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_long_conversion_goes_on_where_it_was_stopped(tmp_path, monkeypatch, packed, how):
+    files = sets.curves(2)
+    for name in ("whole", "stopped"):
+        (tmp_path / name).mkdir()
+        sets.tar(tmp_path / name / "lra_release.gz", files) if packed else sets.put(tmp_path / name, files)
+    monkeypatch.setattr(lra_pathfinder, "EVERY", 4)
+    assert len(pictures_read(tmp_path / "whole", monkeypatch)) == 12
+    stopped(tmp_path / "stopped", monkeypatch, 10, how)
+    with pytest.raises(UserError, match="no prepared set"):
+        open_set(str(tmp_path / "stopped"), "lra_pathfinder32")
+    assert len(pictures_read(tmp_path / "stopped", monkeypatch)) == 4, "eight were noted as done"
+    found = [open_set(str(tmp_path / name), "lra_pathfinder32") for name in ("whole", "stopped")]
+    assert found[0].digest == found[1].digest and is_whole(tmp_path / "stopped", "lra_pathfinder32")
+    place = prepared.folder(tmp_path / "stopped", "lra_pathfinder32")
+    assert sorted(path.stem for path in place.iterdir()) == sorted(["manifest", *found[0].arrays])
+
+
+@pytest.mark.parametrize("change", ["picture", "label", "array", "record"])
+def test_a_conversion_of_what_has_changed_since_is_begun_anew(tmp_path, monkeypatch, change):
+    files, part = sets.curves(2), tmp_path / "prepared" / ".lra_pathfinder32.part"
+    sets.put(tmp_path, files)
+    monkeypatch.setattr(lra_pathfinder, "EVERY", 4)
+    stopped(tmp_path, monkeypatch, 10, Killed)
+    if change == "picture":
+        os.utime(tmp_path / "pathfinder32/curv_baseline/imgs/9/sample_0.png", ns=(1, 1))
+    elif change == "label":
+        metadata = tmp_path / "pathfinder32/curv_baseline/metadata/9.npy"
+        metadata.write_bytes(metadata.read_bytes().replace(b"0 1 1.8", b"0 0 1.8"))
+    elif change == "array":
+        (part / "hard_images.npy").write_bytes(b"")
+    else:
+        (part / prepared.DONE).write_bytes(b"{")
+    assert len(pictures_read(tmp_path, monkeypatch)) == 12
+    labels = open_set(str(tmp_path), "lra_pathfinder32").arrays["easy_labels"].tolist()
+    assert labels == ([0, 0, 0, 1] if change == "label" else [1, 0, 0, 1])
+
+
 def test_a_set_stays_as_it_was_if_making_it_anew_fails(tmp_path):
     sets.ready(tmp_path, "one", numbers=np.arange(5))
     with pytest.raises(ZeroDivisionError), writing(tmp_path, "one") as writer:
@@ -249,6 +324,66 @@ def test_one_process_at_a_time_makes_a_set(tmp_path):
         with pytest.raises(UserError, match="another process is making the set 'one'"), writing(tmp_path, "one"):
             pass
     assert is_whole(tmp_path, "one")
+
+
+@pytest.mark.parametrize("there", ["", "downloads", "downloads/prepared", "downloads/prepared/.one.lock"])
+def test_what_failed_leaves_the_folders_as_they_were(tmp_path, there):
+    if there.endswith(".lock"):
+        sets.put(tmp_path, {there: b""})
+    else:
+        (tmp_path / there).mkdir(parents=True, exist_ok=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ZeroDivisionError), writing(tmp_path / "downloads", "one") as writer:
+        writer.append("numbers", np.arange(3))
+        raise ZeroDivisionError
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_lock_that_a_failing_process_removes_is_not_taken_for_the_lock(tmp_path, monkeypatch):
+    """Between opening the file and holding it: the other one fails, and removes the file and its folder."""
+    path, flock, calls = tmp_path / "prepared" / ".one.lock", fcntl.flock, []
+
+    def late(lock, how):
+        calls.append(how)
+        if len(calls) == 1:
+            path.unlink()
+            path.parent.rmdir()
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with writing(tmp_path, "one") as writer:
+        writer.append("numbers", np.arange(3))
+        with pytest.raises(UserError, match="another process is making the set"), writing(tmp_path, "one"):
+            pass
+    assert is_whole(tmp_path, "one")
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_written_to_with_a_warning(tmp_path, monkeypatch, caplog, code):
+    def none(lock, how):
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    with caplog.at_level("WARNING", "absl"):
+        sets.ready(tmp_path, "one", numbers=np.arange(3))
+    assert is_whole(tmp_path, "one") and "its file system has no locks" in caplog.text
+
+
+def test_a_lock_that_fails_otherwise_is_told_as_it_is(tmp_path, monkeypatch):
+    def broken(lock, how):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", broken)
+    with pytest.raises(UserError, match=r"cannot write below .*: Input/output error"):
+        sets.ready(tmp_path, "one", numbers=np.arange(3))
+
+
+def test_the_command_that_makes_a_set_can_be_pasted(tmp_path):
+    root = tmp_path / "my own 'data'"
+    with pytest.raises(UserError) as error:
+        open_set(str(root), "one")
+    words = shlex.split(str(error.value).partition("make it by: ")[2])
+    assert words == ["python", "-m", "data.prepare", "one", f"--root={root}"]
 
 
 def test_rows_that_come_one_after_another_are_one_array(tmp_path):

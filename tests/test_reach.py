@@ -20,12 +20,14 @@ from train.reach import last_place, sensitivity
 from train.run import prepare
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled", "quick_draws")
-DELAYED = [("data.task", "delayed_recall"), ("data.delayed_recall.length", "12"), ("objective.kind", "reach")]
+SMALL = [("model.width", "8"), ("model.layers", "1"), ("batch_size", "8"), ("eval_batches", "2")]
+DELAYED = (("data.task", "delayed_recall"), ("data.delayed_recall.length", "12"))
 
 
-def prepared(*overrides: tuple[str, str], arch: str = "gru"):
-    small = [("model.width", "8"), ("model.layers", "1"), ("batch_size", "8"), ("eval_batches", "2")]
-    return prepare(configs.load(f"configs/debug.py:arch={arch}", [*small, *DELAYED, *overrides]))
+def prepared(*overrides: tuple[str, str], arch: str = "gru", task: tuple[tuple[str, str], ...] = DELAYED):
+    return prepare(
+        configs.load(f"configs/debug.py:arch={arch}", [*SMALL, *task, ("objective.kind", "reach"), *overrides])
+    )
 
 
 @pytest.mark.quick
@@ -102,6 +104,20 @@ def test_the_suite_writes_gradients_by_distance(tmp_path, capsys):
     assert all(line["fresh"] != line["trained"] for line in lines)
     assert "tokens back" in capsys.readouterr().out
     assert measure(restored, "validation")[0]["trained"] != lines[0]["trained"]
+
+
+def test_rows_past_the_end_of_a_split_are_in_no_mean(tmp_path):
+    """Batches of 8 and of 16 have the same five; the last of them is repeated to fill up."""
+    sizes = {"length": 12, "max_length": 12, "min_length": 2, "max_args": 3, "max_depth": 3, "n_test": 5}
+    short = (("data.task", "listops"), *((f"data.listops.{name}", str(n)) for name, n in sizes.items()))
+    found = []
+    for batch in ("8", "16"):
+        run = prepared(("batch_size", batch), ("eval_batches", "0"), task=short)
+        found.append(measure(Restored(tmp_path, run.config, run, 7, run.init().params), "test"))
+    assert found[0][0]["count"] == 5
+    for one, other in zip(*found, strict=True):
+        assert (one["distance"], one["count"]) == (other["distance"], other["count"])
+        assert one["trained"] == pytest.approx(other["trained"], rel=1e-4)
 
 
 @pytest.mark.quick

@@ -106,12 +106,12 @@ def test_recomputed_is_each_byte_from_its_own_row(book, monkeypatch):
 def test_stretches_are_a_row_and_its_doublings():
     found = np.arange(20.0)
     assert streaming.along(found, 4) == [
-        {"bytes": 4, "loss": 1.5},
-        {"bytes": 8, "loss": 5.5},
-        {"bytes": 16, "loss": 11.5},
-        {"bytes": 20, "loss": 17.5},
+        {"bytes": 4, "loss": 1.5, "targets": 4},
+        {"bytes": 8, "loss": 5.5, "targets": 4},
+        {"bytes": 16, "loss": 11.5, "targets": 8},
+        {"bytes": 20, "loss": 17.5, "targets": 4},
     ]
-    assert streaming.along(found, 20) == streaming.along(found, 50) == [{"bytes": 20, "loss": 9.5}]
+    assert streaming.along(found, 20) == streaming.along(found, 50) == [{"bytes": 20, "loss": 9.5, "targets": 20}]
 
 
 @pytest.fixture(scope="module")
@@ -146,12 +146,16 @@ def test_bits_per_byte_by_position_in_the_row(folder):
 
 
 def test_the_run_and_the_suite_stream_alike(folder, capsys):
-    scores = json.loads((folder / "result.json").read_text())["metrics"]
+    result = json.loads((folder / "result.json").read_text())
+    scores, targets = result["metrics"], result["targets"]
     SUITES["stream"](restore(str(folder), "latest"), split="test")
     report = json.loads((folder / "eval" / "stream-test-4.json").read_text())
     assert [line["bytes"] for line in report["stream"]] == [16, 32, 64, 100] and report["bytes"] == 100
+    assert [line["targets"] for line in report["stream"]] == [16, 16, 32, 36]
     for line in report["stream"]:
         assert scores[f"test/length_{line['bytes']}/stream_bits_per_byte"] == pytest.approx(line["bits_per_byte"])
+        assert targets[f"test/length_{line['bytes']}/stream_bits_per_byte"] == line["targets"]
+    assert targets["test/stream_bits_per_byte"] == 100
     assert scores["test/stream_bits_per_byte"] == pytest.approx(report["metrics"]["bits_per_byte"])
     restored = restore(str(folder), "latest")
     tokens = streaming.document(restored.run, "test", 100)

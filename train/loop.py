@@ -218,9 +218,10 @@ def tested(
     at, scores, params = chosen(run, checkpoints, step, scores) if test_at == "best" else (step, scores, None)
     final = state if params is None else state.replace(params=params)
     found, (at_others, lacking) = measure(run, final, "test"), at_lengths(lengths, final)
+    streamed, in_stream = streaming.scores(run, final.params)
     return {
-        "metrics": scores | found.scores | at_others.scores | streaming.scores(run, final.params),
-        "targets": found.targets | at_others.targets,
+        "metrics": scores | found.scores | at_others.scores | streamed,
+        "targets": found.targets | at_others.targets | in_stream,
         "slices": found.slices | at_others.slices,
         "untested": lacking,
         "test_at": test_at,

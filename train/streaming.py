@@ -136,24 +136,26 @@ def along(found: np.ndarray, first: int) -> list[dict[str, Any]]:
         cuts.append(2 * cuts[-1])
     cuts[-1] = len(found)
     return [
-        {"bytes": end, "loss": float(np.mean(found[start:end], dtype=np.float64))}
+        {"bytes": end, "loss": float(np.mean(found[start:end], dtype=np.float64)), "targets": end - start}
         for start, end in itertools.pairwise(cuts)
     ]
 
 
-def scores(run: Run, params: Any) -> dict[str, float]:
-    """What the config asks of the test split: `test/stream_METRIC` of all of it.
+def scores(run: Run, params: Any) -> tuple[dict[str, float], dict[str, int]]:
+    """What the config asks of the test split, and how many targets each number rests on: `test/stream_METRIC` of all.
 
     And `test/length_N/stream_METRIC` of each stretch, which ends N tokens into it; the first is as long as a row.
     """
     c = run.config.stream
     if not c.length:
-        return {}
+        return {}, {}
     found = np.concatenate(list(losses(run, params, document(run, "test", c.length), c.chunk, c.recompute)))
-    named = {"test/": float(np.mean(found, dtype=np.float64))}
-    named |= {f"test/length_{line['bytes']}/": line["loss"] for line in along(found, run.task.length)}
-    return {
-        f"{prefix}stream_{name}": value
-        for prefix, loss in named.items()
-        for name, value in ({"loss": loss} | bits_per_byte(run.objective, loss)).items()
-    }
+    named = {"test/": (float(np.mean(found, dtype=np.float64)), len(found))}
+    lines = along(found, run.task.length)
+    named |= {f"test/length_{line['bytes']}/": (line["loss"], line["targets"]) for line in lines}
+    values, targets = {}, {}
+    for prefix, (loss, n) in named.items():
+        told = {"loss": loss} | bits_per_byte(run.objective, loss)
+        values |= {f"{prefix}stream_{name}": value for name, value in told.items()}
+        targets |= {f"{prefix}stream_{name}": n for name in told}
+    return values, targets

@@ -4,12 +4,17 @@
 
 The metadata, in spite of their name, are texts: a line names an image and, fourth, its label. Rows stand in the order
 of K, then of the lines. An image without a byte, of which one is known in the release, is left out, and that is said.
+
+A process that is killed among the pictures leaves those that it has read to the next one, which goes on from there if
+every file has the size, the time and the place that it had.
 """
 
 import functools
+import hashlib
 import io
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -21,15 +26,16 @@ from data.sets.release import Release
 from model.errors import UserError
 
 DIFFICULTIES = {"curv_baseline": "easy", "curv_contour_length_9": "intermediate", "curv_contour_length_14": "hard"}
+EVERY = 10_000  # pictures after which a process that is killed need not do them again
 LARGEST = 1 << 20  # bytes of a picture
 Labels = dict[tuple[str, int], list[tuple[str, int]]]  # (difficulty, K) -> (image, label) as the metadata have them
-Sizes = dict[tuple[str, str], int]  # (difficulty, image) -> bytes
+Sizes = dict[tuple[str, str], tuple[int, int]]  # (difficulty, image) -> bytes, and when it was changed
 HEADER = struct.Struct(">8s4x4sII")  # of a PNG: its mark, the first chunk's length and name, width, height
 
 
 def convert(side: int, files: Files, writer: Writer) -> None:
     labels, sizes = listing(side, files)
-    places = {}
+    places, kept = {}, {}
     for difficulty, name in DIFFICULTIES.items():
         rows = [row for key in sorted(labels) if key[0] == difficulty for row in labels[key]]
         if not rows:
@@ -37,16 +43,22 @@ def convert(side: int, files: Files, writer: Writer) -> None:
         for image, _ in rows:
             if (difficulty, image) not in sizes:
                 raise UserError(f"pathfinder{side}/{difficulty}/{image} is in the metadata but not in {files.where}")
-            if not sizes[difficulty, image]:
+            if not sizes[difficulty, image][0]:
                 writer.leave_out(f"{name}_labels", f"pathfinder{side}/{difficulty}/{image} is empty and left out")
-        kept = [(image, label) for image, label in rows if sizes[difficulty, image]]
-        places |= {(difficulty, image): (name, i) for i, (image, _) in enumerate(kept)}
-        writer.append(f"{name}_labels", np.array([label for _, label in kept], np.uint8))
-        writer.fill(f"{name}_images", np.uint8, (len(kept), side, side))
-    for match, entry in files.matching(rf"{top(side)}/(imgs/\d+/[^/]+\.png)"):
-        if (match[1], match[2]) in places:
+        some = [(image, label) for image, label in rows if sizes[difficulty, image][0]]
+        places |= {(difficulty, image): (name, i) for i, (image, _) in enumerate(some)}
+        kept[name] = np.array([label for _, label in some], np.uint8)
+    of = hashlib.sha256(Path(__file__).read_bytes() + repr((side, labels, sizes)).encode()).hexdigest()
+    done = writer.fill(of, {f"{name}_images": (len(kept[name]), side, side) for name in kept})
+    for name in kept:
+        writer.append(f"{name}_labels", kept[name])
+    pictures = files.matching(rf"{top(side)}/(imgs/\d+/[^/]+\.png)")
+    for number, (match, entry) in enumerate(pictures, 1):
+        if number > done and (match[1], match[2]) in places:
             name, i = places[match[1], match[2]]
             writer.filled[f"{name}_images"][i] = picture(entry, side)
+        if number > done and number % EVERY == 0:
+            writer.note_done(number)
 
 
 def top(side: int) -> str:
@@ -58,7 +70,7 @@ def listing(side: int, files: Files) -> tuple[Labels, Sizes]:
     for match, entry in files.matching(rf"{top(side)}/(?:metadata/(\d+)\.npy|(imgs/\d+/[^/]+\.png))"):
         difficulty, k, image = match.groups()
         if image:
-            sizes[difficulty, image] = entry.size
+            sizes[difficulty, image] = entry.size, entry.changed
             continue
         rows = labels[difficulty, int(k)] = []
         for number, named_image, label in named(entry):

@@ -27,6 +27,7 @@ class Entry:
     path: str  # in its folder or archive
     where: str  # for whoever reads an error
     size: int  # bytes; of a gzip file, which does not say, 0
+    changed: int  # when the file was that it lies in, itself or its archive, in nanoseconds
     stream: BinaryIO
 
     def read(self, limit: int) -> bytes:
@@ -64,12 +65,12 @@ class Files:
             yield from self._in_zip(path, wanted)
         elif path.suffix == ".gz" and wanted.search(path.with_suffix("").as_posix()):
             with self._opened(path) as raw, gzip.GzipFile(fileobj=raw) as unpacked:
-                yield Entry(path.with_suffix("").as_posix(), str(path), 0, unpacked)
+                yield Entry(path.with_suffix("").as_posix(), str(path), 0, changed(raw), unpacked)
         elif path.suffix in (".gz", ".tgz", ".tar"):
             yield from self._in_tar(path, wanted)
         elif wanted.search(path.as_posix()):
             with self._opened(path) as raw:
-                yield Entry(path.as_posix(), str(path), size(raw), raw)
+                yield Entry(path.as_posix(), str(path), size(raw), changed(raw), raw)
 
     def _in_folder(self, path: Path, wanted: re.Pattern) -> Iterator[Entry]:
         for place, folders, names in os.walk(path, onerror=unreadable):
@@ -78,7 +79,7 @@ class Files:
                 file = Path(place, name)
                 if wanted.search(file.as_posix()):
                     with self._opened(file) as raw:
-                        yield Entry(file.as_posix(), str(file), size(raw), raw)
+                        yield Entry(file.as_posix(), str(file), size(raw), changed(raw), raw)
 
     def _in_tar(self, path: Path, wanted: re.Pattern) -> Iterator[Entry]:
         with self._opened(path) as raw:
@@ -89,7 +90,7 @@ class Files:
                     if not (member.isfile() or member.isdir()):
                         raise UserError(f"{path} holds {member.name!r}, which is no file and no folder; it is not read")
                     if member.isfile() and wanted.search(inside):
-                        yield Entry(inside, f"{path}: {inside}", member.size, tar.extractfile(member))
+                        yield Entry(inside, f"{path}: {inside}", member.size, changed(raw), tar.extractfile(member))
                 while packed.read(1 << 20):  # to the end, where gzip keeps its own checksum
                     pass
 
@@ -103,7 +104,7 @@ class Files:
                     raise UserError(f"{path} holds {member.filename!r}, which is encrypted; it is not read")
                 if not member.is_dir() and wanted.search(inside):
                     with packed.open(member) as stream:
-                        yield Entry(inside, f"{path}: {inside}", member.file_size, stream)
+                        yield Entry(inside, f"{path}: {inside}", member.file_size, changed(raw), stream)
 
     def _opened(self, path: Path) -> BinaryIO:
         try:
@@ -136,6 +137,10 @@ def unreadable(error: OSError) -> NoReturn:
 
 def size(file: BinaryIO) -> int:
     return os.fstat(file.fileno()).st_size
+
+
+def changed(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_mtime_ns
 
 
 @contextlib.contextmanager

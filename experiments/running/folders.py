@@ -15,7 +15,7 @@ from typing import Any
 from experiments.running.runs import RunSpec
 from model.errors import UserError
 from train import workdir
-from train.manifest import MANIFEST, step_of
+from train.manifest import steps
 
 
 def make(folder: Path) -> None:
@@ -79,7 +79,7 @@ def last_line(path: Path, size: int = 4096) -> str:
 
 def saved(folder: Path) -> int:
     """The newest step that a run would resume from; 0 where there is none."""
-    return max((step_of(path.parent) or 0 for path in folder.glob(f"checkpoints/*/{MANIFEST}")), default=0)
+    return max(steps(folder / "checkpoints"), default=0)
 
 
 def position(folder: Path) -> dict[str, Any]:

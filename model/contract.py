@@ -15,6 +15,7 @@ Rows that hold one document each, with their padding behind it, may be told to b
 sees no later token such padding is nothing, and to one that does it is where the row ends. No state is carried then.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -22,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from model.errors import UserError
 from model.settings import Dim, check_fields
 
 State = Any  # a pytree of arrays, or None
@@ -66,6 +68,8 @@ class Mixer(nn.Module):
     last: ClassVar[str] = "out"
     # Whether it can only run from the first token to the last, and so not with causal=False.
     forward_only: ClassVar[bool] = False
+    # What to use where that is in the way.
+    instead: ClassVar[str] = "attention or s4d"
     # Whether it mixes whole rows, and so cannot run with causal=True, nor from a state.
     both_ways_only: ClassVar[bool] = False
     # Whether it counts the tokens of a batch, and so is told of all padding.
@@ -85,9 +89,25 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     @property
+    def label(self) -> str:
+        """Its name in the zoo: the class's, unless that is of several words."""
+        return type(self).__name__.lower()
+
+    def check_direction(self, state: State = None) -> None:
+        """Refuses a direction that it does not run in, and a state where tokens see later ones."""
+        if self.forward_only and not self.causal:
+            raise UserError(f"{self.label} runs forward only; set model.causal=True, or use {self.instead}")
+        if state is not None and not self.causal:
+            raise UserError("a bidirectional model cannot carry a state; set model.causal=True to generate")
+
+    @property
     def sees_ahead(self) -> bool:
         """Whether some token sees a later one."""
         return not self.causal
+
+    def weight(self, name: str, init: Callable, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> jax.Array:
+        """A parameter of its own, wide, and the logical axes by which it is shared out."""
+        return self.param(name, nn.with_logical_partitioning(init, axes), shape, wide(self.dtype))
 
     def looked_into(self) -> bool:
         """Whether the caller wants maps of what this mixer attends to: `mutable=["maps"]`."""

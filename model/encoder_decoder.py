@@ -9,11 +9,10 @@ import jax.numpy as jnp
 
 from model.backbone import Backbone
 from model.contract import State
-from model.errors import UserError
 from model.heads import Answers, HeadContext, TokenHead
 from model.layers import Embed, norm
 from model.ops.cross_entropy import Targets
-from model.source_target import divide, only_asked
+from model.source_target import Pair, apart, only_asked
 
 
 class EncoderDecoder(nn.Module):
@@ -66,19 +65,17 @@ class EncoderDecoder(nn.Module):
             return x if self.embed_scale == 1 else x * jnp.asarray(self.embed_scale, x.dtype)
 
         has_read = state is not None and "decoder" in state
-        if source is None and not has_read:
-            if self.source:
-                raise UserError("the decoder of this model has nothing to look at; pass source=")
-            pair = divide(tokens, segments, at, self.target if state is None else 1)
-            source, source_segments = pair.source, pair.source_segments
-            tokens, segments, at = pair.target, pair.target_segments, pair.at
+        pair = Pair(source, source_segments, tokens, segments, at)
+        if not has_read:
+            pair = apart(pair, self.source, self.target if state is None else 1)
         memory = None
-        if source is not None:
-            memory, _ = encoder(embedded(source), source_segments, train=train, right_padded=right_padded)
+        if pair.source is not None:
+            memory, _ = encoder(embedded(pair.source), pair.source_segments, train=train, right_padded=right_padded)
             if head.norm != "none":
                 memory = norm(head.norm, self.dtype, "encoder_norm", head.norm_eps)(memory)
         past = None if state is None else state["decoder" if has_read else "unread"]
-        x, past = decoder(embedded(tokens), segments, past, memory, source_segments, train, right_padded)
+        segments, at = pair.target_segments, pair.at
+        x, past = decoder(embedded(pair.target), segments, past, memory, pair.source_segments, train, right_padded)
         found = head(x, HeadContext(segments, None if at is None else jnp.maximum(at, 0), embed), targets)
         return only_asked(found, at, targets), None if state is None else dict(decoder=past)
 

@@ -133,9 +133,9 @@ class Scale(nn.Module):
         return self.param("scale", nn.initializers.ones_init(), self.features, wide(self.dtype))
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float = 1e-5) -> jax.Array:
+def rms_norm(x: jax.Array, scale: jax.Array) -> jax.Array:
     """RMSNorm over the last axis of a wide array; scale: that axis, or more of the last ones."""
-    return x * (jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps) * scale)
+    return x * (jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + 1e-5) * scale)
 
 
 def stream_norm(

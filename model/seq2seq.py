@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 from model import placement
 from model.contract import Context, State, wide
 from model.documents import document_positions, open_reading
-from model.errors import UserError
 from model.heads import Answers, over_vocabulary
 from model.layers import Embed, Unembed, dense
 from model.mixers.recurrent import GRU, LSTM, Recurrent, orthogonal_gates
@@ -24,7 +23,7 @@ from model.ops.cross_entropy import Readout, Targets
 from model.ops.embedding import at_places
 from model.ops.mask import FULL
 from model.ops.recurrence import Past, to_gates
-from model.source_target import divide, only_asked
+from model.source_target import Pair, apart, only_asked
 
 CELLS: dict[str, type[Recurrent]] = {"gru": GRU, "lstm": LSTM}
 
@@ -160,12 +159,10 @@ class Seq2Seq(nn.Module):
         predicted: asked there, the model answers NaN. `right_padded` changes nothing: a recurrence passes padding by,
         wherever it stands.
         """
-        if source is None and not state:
-            if self.source:
-                raise UserError("the decoder of this model has nothing to look at; pass source=")
-            pair = divide(tokens, segments, at, self.target if state is None else 1)
-            source, source_segments = pair.source, pair.source_segments
-            tokens, segments, at = pair.target, pair.target_segments, pair.at
+        pair = Pair(source, source_segments, tokens, segments, at)
+        if not state:
+            pair = apart(pair, self.source, self.target if state is None else 1)
+        source, tokens = pair.source, pair.target
         S = 0 if source is None else source.shape[1]
         embed = Embed(self.vocab_size, self.width, scale=1.0, dtype=self.dtype, name="embed")
         y = embed(tokens if source is None else jnp.concatenate([source, tokens], axis=1))
@@ -174,17 +171,17 @@ class Seq2Seq(nn.Module):
         if source is None:
             known, past = state["source"], state["past"]
         else:
-            known, past = self.encode(y[:, :S], real(source, source_segments))
+            known, past = self.encode(y[:, :S], real(source, pair.source_segments))
             y = y[:, S:]
 
         cell, p = CELLS[self.cell], self.decoder()
         x = dense((cell.gates, self.width), ("embed", None, "inner"), self.dtype, "W", bias=True)(y)
-        last, states, contexts = write(cell, p, past, x, known, real(tokens, segments) > 0)
+        last, states, contexts = write(cell, p, past, x, known, real(tokens, pair.target_segments) > 0)
         if self.attention and self.is_mutable_collection("maps") and not self.is_initializing():
             before = jnp.concatenate([past["h"][:, None], states[:, :-1]], axis=1)
             self.sow("maps", "weights", attention_weights(**scoring(p, before, known)))
         out = jnp.concatenate([states.astype(self.dtype), y, contexts], axis=-1)
-        return self.answer(out, at, targets), None if state is None else dict(source=known, past=last)
+        return self.answer(out, pair.at, targets), None if state is None else dict(source=known, past=last)
 
     def encode(self, x: jax.Array, segments: jax.Array) -> tuple[Source, Past]:
         """The source as the decoder sees it, and the decoder's first state; x: [B, S, D]."""

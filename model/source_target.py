@@ -16,11 +16,20 @@ from model.ops.cross_entropy import Scores, Targets
 class Pair:
     """Token ids of both, padding told by their segments; None: there is none."""
 
-    source: jax.Array  # [B, S] int32
+    source: jax.Array | None  # [B, S] int32; None: the row of the target holds it, or it has been read
     source_segments: jax.Array | None  # [B, S] int32, 0 is padding
     target: jax.Array  # [B, T] int32
     target_segments: jax.Array | None  # [B, T] int32
     at: jax.Array | None  # [B, Q], places in the target that are asked for; before its beginning: nowhere
+
+
+def apart(given: Pair, S: int, T: int) -> Pair:
+    """The pair that a call brings, of rows that hold both where no source is given; S: 0, or a source must be."""
+    if given.source is not None:
+        return given
+    if S:
+        raise UserError("the decoder of this model has nothing to look at; pass source=")
+    return divide(given.target, given.target_segments, given.at, T)
 
 
 def divide(tokens: jax.Array, segments: jax.Array | None, at: jax.Array | None, T: int) -> Pair:

@@ -42,7 +42,7 @@ def mixers_of(model):
 
 def test_each_layer_has_its_own_settings_and_position():
     near, far = mixers_of(model_of(*DIFFER))
-    assert (near.window, far.window, near.kv_heads, far.kv_heads) == (2, None, 4, 2)
+    assert (near.window, far.window, near.heads[1], far.heads[1]) == (2, None, 4, 2)
     assert [mixer.position(parent=None).theta for mixer in (near, far)] == [10_000.0, 1e6]
 
 

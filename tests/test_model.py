@@ -13,6 +13,7 @@ from model.block import NORM_ORDERS
 from model.documents import document_positions, open_reading
 from model.errors import UserError
 from model.layers import dense
+from model.mixers import MIXERS
 from model.mixers.s4d import INITS, s4d_kernel
 from model.mlps import MLPS, mlp_width
 from model.ops.conv import fft_conv, short_conv
@@ -388,6 +389,11 @@ def test_float64_is_float64():
         made = jax.eval_shape(model.init, jax.random.key(0), TOKENS)
         logits, _ = jax.eval_shape(model.apply, made, TOKENS)
     assert {leaf.dtype for leaf in (*jax.tree.leaves(made), logits)} == {jnp.dtype("float64")}
+
+
+@pytest.mark.quick
+def test_a_mixer_is_called_what_the_zoo_calls_it():
+    assert [mixer(width=16).label for mixer in MIXERS.values()] == [*MIXERS]
 
 
 @pytest.mark.quick

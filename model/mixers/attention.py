@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from model.cache import Cache, Full, Ring, is_empty
-from model.contract import Context, Mixer, State, wide
+from model.contract import Context, Mixer, State
 from model.errors import UserError
 from model.layers import Dense, check_divides, dense, fan_in, norm
 from model.ops.attention import IMPLEMENTATIONS, attention, attention_weights
@@ -17,11 +17,12 @@ from model.ops.product import product
 from model.positions.position import Position
 from model.settings import Dim, Length, NotNegative, Positive, Whole
 
+Entries = tuple[tuple[str, tuple[int, ...]], ...]  # of a cache: names, and shapes per token
 Biases = Literal["none", "qkv", "all"]  # on no projection; those of queries, keys and values; every one
 
 
-class Attention(Mixer):
-    """Multi-head softmax attention; fewer key-value heads make it grouped-query, one makes it multi-query."""
+class MultiHead(Mixer):
+    """Softmax attention by heads, of which a few may share keys and values, over a cache of those."""
 
     position: Any = Position  # builds the position encoding
 
@@ -29,6 +30,38 @@ class Attention(Mixer):
     n_kv_heads: Literal[0] | Dim = 0  # 0: as many as n_heads
     head_dim: Literal[0] | Dim = 0  # 0: width / n_heads
     bias: Biases = "none"  # projections that have one
+
+    softmax: ClassVar[bool] = True
+
+    @property
+    def heads(self) -> tuple[int, int, int]:
+        """How many of queries, how many of keys and values, and their dim."""
+        return self.n_heads, self.n_kv_heads or self.n_heads, self.head_dim or self.width // self.n_heads
+
+    def check(self, position: Position) -> None:
+        H, G, K = self.heads
+        check_heads(self.label, H, G, self.width, self.head_dim)
+        position.check(K)
+
+    @property
+    def entries(self) -> Entries:
+        """What the cache holds of each token."""
+        return ("k", self.heads[1:]), ("v", self.heads[1:])
+
+    @property
+    def cache(self) -> Cache:
+        return Full(self.entries, self.dtype)
+
+    def init_state(self, batch: int, max_len: int) -> State:
+        return self.cache.open(batch, max_len)
+
+    def state_bytes(self, length: int) -> int:
+        return self.cache.bytes(length)
+
+
+class Attention(MultiHead):
+    """Multi-head softmax attention; fewer key-value heads make it grouped-query, one makes it multi-query."""
+
     score: Literal["dot", "additive", "multiplicative"] = "dot"  # scaled; Bahdanau's; Luong's
     scale: Positive | None = None  # factor on the scores; None: 1 / sqrt(head_dim) of dot, 1 of the others
     window: Length | None = None  # a token sees those less than this far away; None: all
@@ -41,18 +74,8 @@ class Attention(Mixer):
     gate: bool = False  # the output is gated, elementwise, by a sigmoid of the input
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the attention op; None picks
 
-    softmax: ClassVar[bool] = True
     work: ClassVar[float | None] = 2
     groups: ClassVar[dict[str, str]] = {"sinks": "no_decay"}
-
-    @property
-    def kv_heads(self) -> int:
-        return self.n_kv_heads or self.n_heads
-
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """How many of queries, how many of keys and values, and their dim."""
-        return self.n_heads, self.kv_heads, self.head_dim or self.width // self.n_heads
 
     @property
     def mask(self) -> Mask:
@@ -67,8 +90,7 @@ class Attention(Mixer):
         return not self.causal or self.prefix > 0
 
     def check(self, position: Position) -> None:
-        check_heads("attention", self.n_heads, self.kv_heads, self.width, self.head_dim)
-        position.check(self.heads[2])
+        super().check(position)
         if self.sink_tokens:
             self.check_streaming(position)
         name = type(position).__name__.lower()
@@ -97,8 +119,7 @@ class Attention(Mixer):
             k = norm("rmsnorm", self.dtype, "k_norm", **normed)(k)
         call = self.scoring(position, ctx)
         if self.score == "multiplicative":
-            per_head = nn.with_logical_partitioning(nn.initializers.orthogonal(), ("heads", None, None))
-            between = self.param("between", per_head, (H, K, K), wide(self.dtype))
+            between = self.weight("between", nn.initializers.orthogonal(), (H, K, K), ("heads", None, None))
             q = product("blhk,hkj->blhj", q, between)
 
         # Keys in a ring are turned when read, each time counted from the ring's own beginning.
@@ -128,31 +149,21 @@ class Attention(Mixer):
 
     def scoring(self, position: Position, ctx: Context) -> dict[str, Any]:
         """How the op is to score: everything but queries, keys and their places."""
-        (H, _, K), f = self.heads, wide(self.dtype)
+        H, _, K = self.heads
         scale = 1.0 if self.scale is None and self.score == "multiplicative" else self.scale
         bias = ctx.bias if position.shares else position.bias(H, self.causal)
         call = dict(mask=self.mask, scale=scale, soft_cap=self.soft_cap, bias=bias)
         if self.sinks:
-            zeros = nn.with_logical_partitioning(nn.initializers.zeros_init(), ("heads",))
-            call["sinks"] = self.param("sinks", zeros, (H,), f)
+            call["sinks"] = self.weight("sinks", nn.initializers.zeros_init(), (H,), ("heads",))
         if self.score == "additive":
-            call["additive"] = self.param(
-                "additive", nn.with_logical_partitioning(fan_in, (None, "heads")), (K, H), f
-            ).T
+            call["additive"] = self.weight("additive", fan_in, (K, H), (None, "heads")).T
         return call
 
     @property
     def cache(self) -> Cache:
-        entries = (("k", self.heads[1:]), ("v", self.heads[1:]))
         if self.window is None:
-            return Full(entries, self.dtype)
-        return Ring(entries, self.dtype, self.window, self.sink_tokens)
-
-    def init_state(self, batch: int, max_len: int) -> State:
-        return self.cache.open(batch, max_len)
-
-    def state_bytes(self, length: int) -> int:
-        return self.cache.bytes(length)
+            return super().cache
+        return Ring(self.entries, self.dtype, self.window, self.sink_tokens)
 
 
 INTO_HEADS = ("embed", "heads", None)  # logical axes of a kernel [D, H, K]
@@ -180,12 +191,11 @@ def out_of_heads(mixer: Mixer, y: jax.Array) -> jax.Array:
 def begin(mixer: Mixer, x: jax.Array, ctx: Context, state: State) -> tuple[Position, jax.Array, int]:
     """How every softmax mixer begins: its position encoding, checked; where the tokens stand; the context's span."""
     position = mixer.position(name="position", dtype=mixer.dtype)
+    mixer.check_direction(state)
     mixer.check(position)
     if position.causal_only and mixer.sees_ahead:
         name = type(position).__name__.lower()
         raise UserError(f"position {name!r} is for causal models; set model.causal=True and no prefix")
-    if state is not None and not mixer.causal:
-        raise UserError("a bidirectional model cannot carry a state; set model.causal=True to generate")
     at = arange(x) if ctx.positions is None else ctx.positions
     return position, at, x.shape[1] if state is None else state["segments"].shape[1]
 

@@ -1,7 +1,5 @@
 """BigBird: a window, tokens that see all, and random blocks."""
 
-from typing import ClassVar
-
 from model.mixers.sparse import Sparse
 from model.ops.mask import CAUSAL, Mask
 from model.ops.patterns import BigBird as BigBirdMask
@@ -21,8 +19,6 @@ class BigBird(Sparse):
     near_blocks: Count = 2  # a block sees those less than this far away; 2: its neighbours
     random_blocks: Whole = 3  # drawn by every block
     seed: Seed = 0  # of the draws
-
-    kind: ClassVar[str] = "bigbird"
 
     @property
     def masks(self) -> tuple[Mask, ...]:

@@ -22,7 +22,7 @@ class BlockSparse(Sparse):
     block: Length = 64  # tokens
     pattern: Name = "1000;1100;0110;1011"  # rows of 0 and 1, split by semicolons
 
-    kind: ClassVar[str] = "block_sparse"
+    label: ClassVar[str] = "block_sparse"
 
     @property
     def masks(self) -> tuple[Mask, ...]:

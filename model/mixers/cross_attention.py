@@ -28,18 +28,19 @@ class CrossAttention(Mixer):
     scale: Positive | None = None  # factor on the scores; None: 1 / sqrt(head_dim)
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # of the attention op; None picks
 
+    label: ClassVar[str] = "cross_attention"
     reads_memory: ClassVar[bool] = True
 
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
         H, G, K = self.n_heads, self.n_kv_heads or self.n_heads, self.head_dim or self.width // self.n_heads
-        check_heads("cross_attention", H, G, self.width, self.head_dim)
+        check_heads(self.label, H, G, self.width, self.head_dim)
         if ctx.memory is not None:
             (q, k, v), theirs = queries_keys_values(self, (H, G, K), x, ctx.memory), ctx.memory_segments
         elif state:
             q, k, v, theirs = into_heads(self, "q", (H, K))(x), state["k"], state["v"], state["segments"]
         else:
-            raise UserError("mixer 'cross_attention' reads a memory, and this model is given none; pass memory=")
+            raise UserError(f"mixer {self.label!r} reads a memory, and this model is given none; pass memory=")
         call = {}
         if theirs is not None:
             whose = ctx.segments

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from model.contract import Context, Mixer, State, wide
 from model.documents import at_real, marks
-from model.errors import UserError
 from model.head_norm import HeadNorm
 from model.layers import check_divides, dense
 from model.ops.matrix_state import IMPLEMENTATIONS, matrix_state
@@ -25,19 +24,15 @@ class Decaying(Mixer):
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # of matrix_state; None picks
 
     forward_only: ClassVar[bool] = True
+    instead: ClassVar[str] = "attention or linear"
 
     @property
     def sides(self) -> tuple[int, int]:
         """Of a head's state: the channels of a key and those of a value."""
         raise NotImplementedError
 
-    @property
-    def label(self) -> str:
-        return type(self).__name__.lower()
-
     def check(self) -> None:
-        if not self.causal:
-            raise UserError(f"{self.label} runs forward only; set model.causal=True, or use attention or linear")
+        self.check_direction()
         check_divides(f"model.{self.label}.n_heads", self.n_heads, "the width", self.width)
 
     def heads(self, name: str, x: Array, channels: int, **options) -> Array:
@@ -68,6 +63,17 @@ class Decaying(Mixer):
     def state_bytes(self, length: int) -> int:
         K, V = self.sides
         return self.n_heads * K * V * jnp.dtype(wide(self.dtype)).itemsize
+
+
+class NarrowKeys(Decaying):
+    """One whose keys have fewer channels than its values."""
+
+    key_dim: Literal[0] | Dim = 0  # channels of a query and a key; 0: half those of a value, which are width / n_heads
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        V = self.width // self.n_heads
+        return self.key_dim or max(1, V // 2), V
 
 
 @partial(jax.checkpoint, prevent_cse=False)

@@ -12,7 +12,6 @@ from jax import lax
 
 from model.contract import Context, Mixer, State, wide
 from model.documents import at_real, marks, neighbours
-from model.errors import UserError
 from model.layers import check_divides, dense, norm
 from model.mixers.mamba import uniform
 from model.ops.conv import conv_tail, short_conv_silu
@@ -36,7 +35,6 @@ class DeltaNet(Mixer):
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # of delta_rule; None picks
 
     forward_only: ClassVar[bool] = True
-    kind: ClassVar[str] = "deltanet"
 
     @property
     def channels(self) -> int:
@@ -64,8 +62,7 @@ class DeltaNet(Mixer):
 
         def heads(name, size):
             u = dense(H * size, ("embed", "inner"), self.dtype, name)(x)
-            kernel_init = nn.with_logical_partitioning(uniform(self.conv**-0.5), (None, "inner"))
-            kernel = self.param(f"conv_{name}", kernel_init, (self.conv, H * size), f)
+            kernel = self.weight(f"conv_{name}", uniform(self.conv**-0.5), (self.conv, H * size), (None, "inner"))
             c = short_conv_silu(u, kernel, jnp.zeros(H * size, f), past[name], *neighbours(ctx))
             return u, c.reshape(*x.shape[:2], H, size)
 
@@ -84,9 +81,8 @@ class DeltaNet(Mixer):
         return out, dict(h=h, **{n: conv_tail(u, past[n], real) for n, u in (("q", u_q), ("k", u_k), ("v", u_v))})
 
     def check(self) -> None:
-        if not self.causal:
-            raise UserError(f"{self.kind} runs forward only; set model.causal=True, or use attention or s4d")
-        check_divides(f"model.{self.kind}.head_dim", self.channels, "the width", self.width)
+        self.check_direction()
+        check_divides(f"model.{self.label}.head_dim", self.channels, "the width", self.width)
 
     def init_state(self, batch: int, max_len: int) -> State:
         K, P = self.channels, self.values

@@ -1,7 +1,5 @@
 """Dilated attention: a window with gaps."""
 
-from typing import ClassVar
-
 from model.mixers.sparse import Sparse
 from model.ops.mask import Mask
 from model.ops.patterns import Dilated as DilatedMask
@@ -17,8 +15,6 @@ class Dilated(Sparse):
 
     seen: Length = 64  # tokens, to one side
     dilation: Length = 4  # from one of them to the next; 1: no gaps
-
-    kind: ClassVar[str] = "dilated"
 
     @property
     def masks(self) -> tuple[Mask, ...]:

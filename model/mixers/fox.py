@@ -1,12 +1,14 @@
 """Forgetting attention: softmax attention with a forget gate."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
-from model.cache import Cache, Full, Ring
+from model.cache import Cache
 from model.contract import Context, State, wide
 from model.layers import dense
-from model.mixers.attention import Attention
+from model.mixers.attention import Attention, Entries
 
 
 class Fox(Attention):
@@ -31,8 +33,9 @@ class Fox(Attention):
         return levels
 
     @property
+    def entries(self) -> Entries:
+        return *super().entries, ("levels", (self.n_heads,))
+
+    @property
     def cache(self) -> Cache:
-        entries = (("k", self.heads[1:]), ("v", self.heads[1:]), ("levels", (self.n_heads,)))
-        if self.window is None:
-            return Full(entries, self.dtype, wide=("levels",))
-        return Ring(entries, self.dtype, self.window, self.sink_tokens, wide=("levels",))
+        return dataclasses.replace(super().cache, wide=("levels",))

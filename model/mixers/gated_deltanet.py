@@ -26,7 +26,7 @@ class GatedDeltaNet(DeltaNet):
     dt_min: Positive = 0.001
     dt_max: Positive = 0.1
 
-    kind: ClassVar[str] = "gated_deltanet"
+    label: ClassVar[str] = "gated_deltanet"
     groups: ClassVar[dict[str, str]] = {"A_log": "ssm", "dt_bias": "ssm"}
 
     @property
@@ -37,7 +37,7 @@ class GatedDeltaNet(DeltaNet):
         H, f = self.width // self.channels, wide(self.dtype)
 
         def per_head(name, init):
-            return self.param(name, nn.with_logical_partitioning(init, ("inner",)), (H,), f)
+            return self.weight(name, init, (H,), ("inner",))
 
         low = dense(H, ("embed", "inner"), self.dtype, "dt")(x).astype(f)
         dt = jax.nn.softplus(low + per_head("dt_bias", inverse_softplus_dt(self.dt_min, self.dt_max)))

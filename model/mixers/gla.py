@@ -1,29 +1,21 @@
 """Gated linear attention: every channel of a key fades as the token decides (https://arxiv.org/abs/2312.06635)."""
 
-from typing import Literal
-
 import flax.linen as nn
 import jax
 
 from model.contract import Context, State, wide
 from model.layers import dense
-from model.mixers.decaying import Decaying, gated
+from model.mixers.decaying import NarrowKeys, gated
 from model.settings import Dim, Positive
 
 Array = jax.Array
 
 
-class GLA(Decaying):
+class GLA(NarrowKeys):
     """Gated linear attention: a state that forgets by channel, and an output gate."""
 
-    key_dim: Literal[0] | Dim = 0  # channels of a query and a key; 0: half those of a value, which are width / n_heads
     rank: Dim = 16  # of the map that decides the decay
     temperature: Positive = 16.0  # the root that is taken of gates, so that they start close to 1
-
-    @property
-    def sides(self) -> tuple[int, int]:
-        V = self.width // self.n_heads
-        return self.key_dim or max(1, V // 2), V
 
     @nn.compact
     def __call__(self, x: Array, ctx: Context, state: State = None) -> tuple[Array, State]:

@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import Context, State, wide
-from model.documents import looking_back
-from model.errors import UserError
 from model.layers import check_divides, dense
 from model.mixers.mamba import uniform
 from model.mixers.s4d import s4d_system, starting_modes
-from model.mixers.state_space import StateSpace, System, convolved, log_uniform, of_channels, windowed
+from model.mixers.state_space import StateSpace, System, convolved, log_uniform, of_channels, windowed, without_end
 from model.settings import Dim, Positive
 
 Array = jax.Array
@@ -69,8 +67,7 @@ class H3(StateSpace):
     def __call__(self, x: Array, ctx: Context, state: State = None) -> tuple[Array, State]:
         self.check()
         D, P, f = self.width, self.head_dim, wide(self.dtype)
-        if ctx.segments is not None and ctx.right_padded:
-            x, ctx = jnp.where(ctx.segments[..., None] > 0, x, 0), looking_back(ctx)
+        x, ctx = without_end(x, ctx)
         made = partial(dense, D, ("embed", "inner"), self.dtype)
         q, k, v = (made(name)(x).astype(f) for name in "qkv")
         shift, diagonal = self.systems()
@@ -104,8 +101,7 @@ class H3(StateSpace):
         return self.width * self.head_dim, self.state // 2
 
     def check(self) -> None:
-        if not self.causal:
-            raise UserError("h3 runs forward only; set model.causal=True, or use attention or s4d")
+        self.check_direction()
         check_divides("model.h3.head_dim", self.head_dim, "model.width", self.width)
 
     def init_state(self, batch: int, max_len: int) -> State:

@@ -78,8 +78,7 @@ class Hyena(Mixer):
 
     @nn.compact
     def __call__(self, x: Array, ctx: Context, state: State = None) -> tuple[Array, State]:
-        if state is not None and not self.causal:
-            raise UserError("a bidirectional model cannot carry a state; set model.causal=True to generate")
+        self.check_direction(state)
         D, N, W, f = self.width, self.order, self.conv, wide(self.dtype)
         past = self.init_state(x.shape[0], 0) if state is None else state
         inside = None  # of rows with their padding behind them: where there is none
@@ -140,9 +139,6 @@ class Hyena(Mixer):
         shared = (frequency, biases, *matrices)
         shape, axes = (1 if self.causal else 2, self.order, self.width, F), (None, None, "inner", None)
         return self.weight("filter_out", uniform(F**-0.5), shape, axes), shared
-
-    def weight(self, name: str, init: Any, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
-        return self.param(name, nn.with_logical_partitioning(init, axes), shape, wide(self.dtype))
 
     def init_state(self, batch: int, max_len: int) -> State:
         """Filters have no recurrence: all inputs of every convolution are kept, up to the last of so many tokens."""

@@ -23,7 +23,6 @@ class KDA(DeltaNet):
     dt_min: Positive = 0.001
     dt_max: Positive = 0.1
 
-    kind: ClassVar[str] = "kda"
     groups: ClassVar[dict[str, str]] = {"A_log": "ssm", "dt_bias": "ssm"}
 
     def low_rank(self, x: Array, name: str) -> Array:
@@ -35,8 +34,8 @@ class KDA(DeltaNet):
     def decay(self, x: Array) -> Array:
         K, f = self.channels, wide(self.dtype)
         H, dt_init = self.width // K, inverse_softplus_dt(self.dt_min, self.dt_max)
-        A_log = self.param("A_log", nn.with_logical_partitioning(log_uniform_A, ("inner",)), (H,), f)
-        dt_bias = self.param("dt_bias", nn.with_logical_partitioning(dt_init, ("inner", None)), (H, K), f)
+        A_log = self.weight("A_log", log_uniform_A, (H,), ("inner",))
+        dt_bias = self.weight("dt_bias", dt_init, (H, K), ("inner", None))
         return -jnp.exp(A_log)[:, None] * jax.nn.softplus(self.low_rank(x, "decay").astype(f) + dt_bias)
 
     def gated(self, y: Array, x: Array) -> Array:

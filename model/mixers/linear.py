@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from model.contract import Context, Mixer, State, wide
 from model.documents import at_real, marks, reverse
-from model.errors import UserError
 from model.layers import check_divides, dense
 from model.ops.features import FEATURES
 from model.ops.fused import refuse_kernels
@@ -74,10 +73,6 @@ class Kernelised(Mixer):
     normalised: ClassVar[bool] = True
 
     @property
-    def label(self) -> str:
-        return type(self).__name__.lower()
-
-    @property
     def channels(self) -> int:
         return self.head_dim or self.width // self.n_heads
 
@@ -96,8 +91,7 @@ class Kernelised(Mixer):
 
     @nn.compact
     def __call__(self, x: Array, ctx: Context, state: State = None) -> tuple[Array, State]:
-        if state is not None and not self.causal:
-            raise UserError("a bidirectional model cannot carry a state; set model.causal=True to generate")
+        self.check_direction(state)
         if not self.head_dim:
             check_divides(f"model.{self.label}.n_heads", self.n_heads, "the width", self.width)
         heads, f = partial(dense, axes=("embed", "heads", None), dtype=self.dtype), wide(self.dtype)

@@ -68,5 +68,5 @@ class Linformer(WholeRow):
 
     def over_length(self, name: str) -> jax.Array:
         heads, axes = ((self.n_heads,), ("heads",)) if self.share == "none" else ((), ())
-        init = nn.with_logical_partitioning(nn.initializers.normal(self.rank**-0.5), (*axes, None, None))
-        return self.param(name, init, (*heads, self.longest, self.rank), wide(self.dtype))
+        init = nn.initializers.normal(self.rank**-0.5)
+        return self.weight(name, init, (*heads, self.longest, self.rank), (*axes, None, None))

@@ -1,7 +1,5 @@
 """Local attention: blocks that do not overlap."""
 
-from typing import ClassVar
-
 from model.mixers.sparse import Sparse
 from model.ops.mask import CAUSAL, Mask
 from model.ops.patterns import Chunk
@@ -15,8 +13,6 @@ class Local(Sparse):
     """
 
     block: Length = 64  # tokens
-
-    kind: ClassVar[str] = "local"
 
     @property
     def masks(self) -> tuple[Mask, ...]:

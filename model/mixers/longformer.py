@@ -1,12 +1,10 @@
 """Longformer: a window, and first tokens that see all and that all see."""
 
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 
 from model.cache import Cache, Full, Ring
-from model.mixers.attention import into_heads
+from model.mixers.attention import Entries, into_heads
 from model.mixers.sparse import Arrays, Call, Sparse, Turn
 from model.ops.attention import attention
 from model.ops.mask import CAUSAL, FULL, Mask, Prefix, window
@@ -24,8 +22,6 @@ class Longformer(Sparse):
 
     near: Length = 64  # a token sees those less than this far away
     global_tokens: Whole = 8  # of each document, the first
-
-    kind: ClassVar[str] = "longformer"
 
     @property
     def seen(self) -> Mask:
@@ -65,7 +61,12 @@ class Longformer(Sparse):
         return y, None if weights is None else jnp.where(first[:, None, :, None], of_whole, weights)
 
     @property
+    def entries(self) -> Entries:
+        more = ("global_k", "global_v") if self.global_tokens else ()
+        return *super().entries, *((name, self.heads[1:]) for name in more)
+
+    @property
     def cache(self) -> Cache:
-        names = ("k", "v", *(("global_k", "global_v") if self.global_tokens else ()))
-        entries = tuple((name, self.heads[1:]) for name in names)
-        return Ring(entries, self.dtype, self.near, self.global_tokens) if self.causal else Full(entries, self.dtype)
+        if not self.causal:
+            return Full(self.entries, self.dtype)
+        return Ring(self.entries, self.dtype, self.near, self.global_tokens)

@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import Context, Mixer, State, wide
-from model.errors import UserError
 from model.layers import check_divides, dense, fan_in
 from model.mixers.attention import INTO_HEADS
 from model.ops.each_document import each_document
@@ -87,11 +86,9 @@ class Luna(Mixer):
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
         check_divides("model.luna.n_heads", self.n_heads, "model.width", self.width)
-        if state is not None and not self.causal:
-            raise UserError("a bidirectional model cannot carry a state; set model.causal=True to generate")
+        self.check_direction(state)
         D, f = self.width, wide(self.dtype)
-        init = nn.with_logical_partitioning(nn.initializers.normal(D**-0.5), (None, "embed"))
-        P = self.param("P", init, (self.packed, D), f)
+        P = self.weight("P", nn.initializers.normal(D**-0.5), (self.packed, D), (None, "embed"))
         pq = self.head_dim**-0.5 * jnp.einsum("pd,dhk->phk", P, self.kernel("pq"))
         own = [] if self.tied else ["v"] if self.causal else ["pv", "v"]
         kernels = {name: self.kernel(name) for name in ("q", "pk", "k", *own)}
@@ -120,8 +117,7 @@ class Luna(Mixer):
         def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
             return fan_in(key, (shape[0], shape[1] * shape[2]), dtype).reshape(shape)
 
-        shape = (self.width, self.n_heads, self.head_dim)
-        return self.param(name, nn.with_logical_partitioning(init, INTO_HEADS), shape, wide(self.dtype))
+        return self.weight(name, init, (self.width, self.n_heads, self.head_dim), INTO_HEADS)
 
     def init_state(self, batch: int, max_len: int) -> State:
         H, K, P, f = self.n_heads, self.head_dim, self.packed, wide(self.dtype)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 
 from model.contract import Context, Mixer, State, wide
 from model.documents import marks, neighbours
-from model.errors import UserError
 from model.layers import dense, norm
 from model.mixers.state_space import log_uniform
 from model.ops.conv import conv_tail, short_conv_silu
@@ -59,6 +58,14 @@ def step_size(raw: jax.Array, real: jax.Array | None) -> jax.Array:
     return softplus(raw if real is None else jnp.where(real[..., None], raw, -jnp.inf))
 
 
+def smooth(mixer: Mixer, name: str, u: jax.Array, past: jax.Array, ctx: Context, axis: str | None) -> jax.Array:
+    """A short convolution along the length, of `mixer.conv` tokens, and SiLU."""
+    W, n = mixer.conv, u.shape[-1]
+    kernel = mixer.weight(name, uniform(W**-0.5), (W, n), (None, axis))
+    bias = mixer.weight(f"{name}_bias", uniform(W**-0.5), (n,), (axis,))
+    return short_conv_silu(u, kernel, bias, past, *neighbours(ctx))
+
+
 class Mamba(Mixer):
     """Mamba-1: a state space whose step size, input and output maps depend on the token."""
 
@@ -82,27 +89,25 @@ class Mamba(Mixer):
 
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
-        self.check()
-        E, N, W = self.expand * self.width, self.state, self.conv
+        self.check_direction()
+        E, N = self.expand * self.width, self.state
         R = self.dt_rank or -(-self.width // 16)
         f = wide(self.dtype)
         past = self.init_state(x.shape[0], 0) if state is None else state
 
         u, z = dense((2, E), ("embed", None, "inner"), self.dtype, "in", apart=True)(x)
-        kernel = self.param("conv", nn.with_logical_partitioning(uniform(W**-0.5), (None, "inner")), (W, E), f)
-        conv_bias = self.param("conv_bias", nn.with_logical_partitioning(uniform(W**-0.5), ("inner",)), (E,), f)
-        c = short_conv_silu(u, kernel, conv_bias, past["conv"], *neighbours(ctx))
+        c = smooth(self, "conv", u, past["conv"], ctx, "inner")
 
         low, B, C = jnp.split(dense(R + 2 * N, ("inner", None), self.dtype, "x")(c), [R, R + N], axis=-1)
         if self.norm != "none":
             normed = dict(eps=self.norm_eps, learned=self.norm == "learned")
             parts = dict(dt_norm=low, B_norm=B, C_norm=C)
             low, B, C = (norm("rmsnorm", f, name, **normed)(part) for name, part in parts.items())
-        dt_kernel = self.param("dt", nn.with_logical_partitioning(uniform(R**-0.5), (None, "inner")), (R, E), f)
-        dt_init = nn.with_logical_partitioning(inverse_softplus_dt(self.dt_min, self.dt_max), ("inner",))
-        dt = low.astype(f) @ dt_kernel + self.param("dt_bias", dt_init, (E,), f)
-        A = -jnp.exp(self.param("A_log", nn.with_logical_partitioning(log_range, ("inner", None)), (E, N), f))
-        D = self.param("D", nn.with_logical_partitioning(nn.initializers.ones_init(), ("inner",)), (E,), f)
+        dt_kernel = self.weight("dt", uniform(R**-0.5), (R, E), (None, "inner"))
+        dt_init = inverse_softplus_dt(self.dt_min, self.dt_max)
+        dt = low.astype(f) @ dt_kernel + self.weight("dt_bias", dt_init, (E,), ("inner",))
+        A = -jnp.exp(self.weight("A_log", log_range, (E, N), ("inner", None)))
+        D = self.weight("D", nn.initializers.ones_init(), (E,), ("inner",))
 
         real, keep = marks(ctx)
         dt = step_size(dt, real)
@@ -113,10 +118,6 @@ class Mamba(Mixer):
 
         out = dense(self.width, ("inner", "embed"), self.dtype, "out", of=gated)(y, c, z, D)
         return out, None if state is None else dict(h=h, conv=conv_tail(u, past["conv"], real))
-
-    def check(self) -> None:
-        if not self.causal:
-            raise UserError("mamba runs forward only; set model.causal=True, or use attention or s4d")
 
     def init_state(self, batch: int, max_len: int) -> State:
         E = self.expand * self.width

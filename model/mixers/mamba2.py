@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import Context, Mixer, State, wide
-from model.documents import marks, neighbours
-from model.errors import UserError
+from model.documents import marks
 from model.layers import Scale, check_divides, dense, rms_norm
-from model.mixers.mamba import inverse_softplus_dt, step_size, uniform
-from model.ops.conv import conv_tail, short_conv_silu
+from model.mixers.mamba import inverse_softplus_dt, smooth, step_size
+from model.ops.conv import conv_tail
 from model.ops.ssd import IMPLEMENTATIONS, ssd
 from model.settings import Dim, Positive
 
@@ -61,11 +60,11 @@ class Mamba2(Mixer):
         u = dense(E, ("embed", "inner"), self.dtype, "x")(x)
         BC = dense(2 * G * N, ("embed", None), self.dtype, "BC")(x)
         low = dense(H, ("embed", "inner"), self.dtype, "dt")(x)
-        c = self.convolve("conv_x", u, past["x"], ctx, "inner").reshape(*lead, H, P)
-        B, C = jnp.moveaxis(self.convolve("conv_BC", BC, past["BC"], ctx, None).reshape(*lead, 2, G, N), 2, 0)
+        c = smooth(self, "conv_x", u, past["x"], ctx, "inner").reshape(*lead, H, P)
+        B, C = jnp.moveaxis(smooth(self, "conv_BC", BC, past["BC"], ctx, None).reshape(*lead, 2, G, N), 2, 0)
 
         def per_head(name, init):
-            return self.param(name, nn.with_logical_partitioning(init, ("inner",)), (H,), f)
+            return self.weight(name, init, (H,), ("inner",))
 
         dt = low.astype(f) + per_head("dt_bias", inverse_softplus_dt(self.dt_min, self.dt_max))
         A = -jnp.exp(per_head("A_log", log_uniform_A))
@@ -85,16 +84,8 @@ class Mamba2(Mixer):
         tails = dict(x=conv_tail(u, past["x"], real), BC=conv_tail(BC, past["BC"], real))
         return out, None if state is None else dict(h=h, **tails)
 
-    def convolve(self, name: str, u: jax.Array, past: jax.Array, ctx: Context, axis: str | None) -> jax.Array:
-        """A short convolution along the length, and SiLU."""
-        W, n, f = self.conv, u.shape[-1], wide(self.dtype)
-        kernel = self.param(name, nn.with_logical_partitioning(uniform(W**-0.5), (None, axis)), (W, n), f)
-        bias = self.param(f"{name}_bias", nn.with_logical_partitioning(uniform(W**-0.5), (axis,)), (n,), f)
-        return short_conv_silu(u, kernel, bias, past, *neighbours(ctx))
-
     def check(self) -> None:
-        if not self.causal:
-            raise UserError("mamba2 runs forward only; set model.causal=True, or use attention or s4d")
+        self.check_direction()
         check_divides("model.mamba2.head_dim", self.channels, "the inner width", self.inner)
         check_divides("model.mamba2.n_groups", self.n_groups, "the number of heads", self.inner // self.channels)
 

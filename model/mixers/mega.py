@@ -11,11 +11,11 @@ import jax.numpy as jnp
 
 from model.cache import Cache, Full, Ring
 from model.contract import Context, Mixer, State, wide
-from model.documents import looking_back, reverse
+from model.documents import reverse
 from model.errors import UserError
 from model.layers import dense
 from model.mixers.attention import begin, remember, whole_row
-from model.mixers.state_space import System, convolved, diagonal_recurrence, of_channels
+from model.mixers.state_space import System, convolved, diagonal_recurrence, of_channels, recurred, without_end
 from model.ops import laplace_attention
 from model.ops.attention import IMPLEMENTATIONS, attention, attention_weights
 from model.ops.mask import CAUSAL, FULL
@@ -54,20 +54,6 @@ def ema_system(alpha: Array, delta: Array, beta: Array, eta: Array) -> System:
         return diagonal_recurrence(jnp.exp(log_decay), alpha * beta, eta, write, read, u, h0, ctx, form)
 
     return of_channels(ema_kernel, (log_decay, eta * alpha * beta), recurrence)
-
-
-def moving_average(
-    systems: Sequence[System], u: Array, ctx: Context, h0: Array | None, form: str | None
-) -> tuple[Array, Array | None]:
-    """Of the tokens before, by a second system also of those behind; and the last state, None where h0 is."""
-    if h0 is None and ctx.segments is None and form is None:
-        return convolved(systems, u), None
-    forward, *backward = systems
-    empty = jnp.zeros((u.shape[0], *forward.kernel[1][0].shape), u.dtype)
-    y, h = forward.recurrence(u, empty if h0 is None else h0, ctx, form)
-    for system in backward:
-        y = y + system.recurrence(u[:, ::-1], empty, reverse(ctx), form)[0][:, ::-1]
-    return y, None if h0 is None else h
 
 
 def signs(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
@@ -185,7 +171,7 @@ class Mega(Mixer):
         return gate * (y - x.astype(y.dtype)), None if state is None else state | dict(ema=ema)
 
     def average(self, x: Array, ctx: Context, state: State) -> tuple[Array, Array | None]:
-        """The moving average with a skip and its activation, `[B, L, D]`, and its state."""
+        """The moving average with a skip and its activation, `[B, L, D]`, and the state that a recurrence ends in."""
         D, N = self.width, self.ema
         shape, axes = (1 if self.causal else 2, D, N), (None, "inner", None)
         alpha, delta = (
@@ -195,11 +181,12 @@ class Mega(Mixer):
         eta = self.weight("eta", nn.initializers.normal(N**-0.5), shape, axes)
         omega = self.weight("omega", nn.initializers.normal(1.0), (D,), ("inner",))
         systems = [ema_system(*one) for one in zip(alpha, delta, beta, eta, strict=True)]
-        u = x.astype(wide(self.dtype))
-        if ctx.segments is not None and ctx.right_padded:  # zeros leave an empty state empty, from whichever side
-            u, ctx = jnp.where(ctx.segments[..., None] > 0, u, 0), looking_back(ctx)
+        u, ctx = without_end(x.astype(wide(self.dtype)), ctx)
         form = "sequential" if self.implementation == "reference" else None
-        y, h = moving_average(systems, u, ctx, None if state is None else state["ema"], form)
+        if state is None and ctx.segments is None and form is None:
+            y, h = convolved(systems, u), None
+        else:
+            y, h = recurred(systems, u, self.empty(len(x)) if state is None else state["ema"], ctx, form)
         return nn.silu(y + omega * u).astype(self.dtype), h
 
     def attention(
@@ -248,9 +235,6 @@ class Mega(Mixer):
         table = self.weight("bias_table", nn.initializers.normal(0.02), (2 * n - 1,), (None,))
         return Bias(params=table, fn=simple_bias, axes=(None,))
 
-    def weight(self, name: str, init: Callable, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
-        return self.param(name, nn.with_logical_partitioning(init, axes), shape, wide(self.dtype))
-
     def check(self, position: Position) -> None:
         position.check(self.qk_dim)
         if self.bias == "rotary" and self.qk_dim % 2:
@@ -269,7 +253,11 @@ class Mega(Mixer):
         return Full(entries, self.dtype) if self.chunk is None else Ring(entries, self.dtype, self.chunk)
 
     def init_state(self, batch: int, max_len: int) -> State:
-        return self.cache.open(batch, max_len) | dict(ema=jnp.zeros((batch, self.width, self.ema), wide(self.dtype)))
+        return self.cache.open(batch, max_len) | dict(ema=self.empty(batch))
+
+    def empty(self, batch: int) -> Array:
+        """The moving average of nothing."""
+        return jnp.zeros((batch, self.width, self.ema), wide(self.dtype))
 
     def state_bytes(self, length: int) -> int:
         return self.cache.bytes(length) + self.width * self.ema * jnp.dtype(wide(self.dtype)).itemsize

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from model.cache import Cache, Full
-from model.contract import Context, Mixer, State, wide
+from model.contract import Context, Mixer, State
 from model.layers import check_divides, dense, fan_in, norm
 from model.mixers.attention import INTO_HEADS, begin, look, remember, whole_row
 from model.ops.attention import IMPLEMENTATIONS
@@ -93,8 +93,7 @@ class MLA(Mixer):
         def init(key, shape, dtype):
             return fan_in(key, (rank, H * dim), dtype).reshape(shape)
 
-        boxed = nn.with_logical_partitioning(init, (None, "heads", None))
-        return self.param(name, boxed, (rank, H, dim), wide(self.dtype))
+        return self.weight(name, init, (rank, H, dim), (None, "heads", None))
 
     @property
     def cache(self) -> Cache:

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from model.contract import Context, State, wide
 from model.documents import at_real, marks
 from model.layers import dense
-from model.mixers.decaying import Decaying
+from model.mixers.decaying import NarrowKeys
 from model.mixers.linear import with_ones
 from model.ops.decays import stabilised
 from model.ops.matrix_state import matrix_state
-from model.settings import Dim, Positive
+from model.settings import Positive
 
 Array = jax.Array
 ZEROS = nn.initializers.zeros_init()
@@ -55,19 +55,13 @@ def rising(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
     return jnp.linspace(3, 6, shape[0], dtype=dtype)
 
 
-class MLSTM(Decaying):
+class MLSTM(NarrowKeys):
     """xLSTM's mLSTM: a matrix memory whose gates are a head's, with a normaliser of its own."""
 
-    key_dim: Literal[0] | Dim = 0  # channels of a query and a key; 0: half those of a value, which are width / n_heads
     forget: Literal[*FORGETS] = "sigmoid"
     gate_cap: Positive | None = 15.0  # gates are kept this far from 0 before their activations; None: as they are
 
     groups: ClassVar[dict[str, str]] = {"i_bias": "no_decay", "f_bias": "no_decay"}
-
-    @property
-    def sides(self) -> tuple[int, int]:
-        V = self.width // self.n_heads
-        return self.key_dim or max(1, V // 2), V
 
     @nn.compact
     def __call__(self, x: Array, ctx: Context, state: State = None) -> tuple[Array, State]:
@@ -84,7 +78,7 @@ class MLSTM(Decaying):
         """One a head, wide; at the start the same for all tokens."""
         f = wide(self.dtype)
         gate = dense(self.n_heads, ("embed", "heads"), f, name, init=ZEROS)(x.astype(f))
-        gate = gate + self.param(f"{name}_bias", nn.with_logical_partitioning(start, ("heads",)), (self.n_heads,), f)
+        gate = gate + self.weight(f"{name}_bias", start, (self.n_heads,), ("heads",))
         return gate if self.gate_cap is None else self.gate_cap * jnp.tanh(gate / self.gate_cap)
 
     def init_state(self, batch: int, max_len: int) -> State:

@@ -1,23 +1,20 @@
 """Mixture of block attention: each query chooses, by their mean keys, the blocks it attends to."""
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from model.cache import Full
-from model.contract import Context, Mixer, State
+from model.contract import Context, State
 from model.documents import looking_back
-from model.errors import UserError
-from model.mixers.attention import Biases, begin, check_heads, out_of_heads, queries_keys_values, remember
+from model.mixers.attention import MultiHead, begin, out_of_heads, queries_keys_values, remember
 from model.ops.choice import nearest_means, order_of
 from model.ops.chosen import attend, weights_of_all
-from model.positions.position import Position
-from model.settings import Dim, Length, Whole
+from model.settings import Length, Whole
 
 
-class MoBA(Mixer):
+class MoBA(MultiHead):
     """MoBA (https://arxiv.org/abs/2502.13189): attention to a query's own block and a few earlier ones, by mean keys.
 
     Blocks are of `block` tokens of a document, counted from its first. A head takes those earlier ones whose mean key,
@@ -26,34 +23,14 @@ class MoBA(Mixer):
     the choice; blocks that were not chosen are not read.
     """
 
-    position: Any = Position  # builds the position encoding
-
-    n_heads: Dim = 4
-    n_kv_heads: Literal[0] | Dim = 0  # 0: as many as n_heads
-    head_dim: Literal[0] | Dim = 0  # 0: width / n_heads
-    bias: Biases = "none"  # projections that have one
     block: Length = 64  # tokens of a block
     top: Whole = 3  # earlier blocks that a query chooses, besides its own
     # Gathered blocks, kernels for NVIDIA GPUs, or all scores; None: kernels where they can serve, else gathered.
     implementation: Literal["gathered", "fused", "reference"] | None = None
 
-    softmax: ClassVar[bool] = True
     forward_only: ClassVar[bool] = True
+    instead: ClassVar[str] = "attention"
     work: ClassVar[float] = 2
-
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """How many of queries, how many of keys and values, and their dim."""
-        return self.n_heads, self.n_kv_heads or self.n_heads, self.head_dim or self.width // self.n_heads
-
-    def check(self, position: Position) -> None:
-        if not self.causal:
-            raise UserError(
-                "moba chooses among earlier blocks and runs forward only: model.causal is False; allowed: True"
-            )
-        H, G, K = self.heads
-        check_heads("moba", H, G, self.width, self.head_dim)
-        position.check(K)
 
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
@@ -83,13 +60,3 @@ class MoBA(Mixer):
         else:
             y = attend(q, k, v, chosen, order, self.block, **call, implementation=self.implementation)
         return out_of_heads(self, y[:, :, :, 0]), state
-
-    @property
-    def cache(self) -> Full:
-        return Full((("k", self.heads[1:]), ("v", self.heads[1:])), self.dtype)
-
-    def init_state(self, batch: int, max_len: int) -> State:
-        return self.cache.open(batch, max_len)
-
-    def state_bytes(self, length: int) -> int:
-        return self.cache.bytes(length)

@@ -1,29 +1,28 @@
 """Native sparse attention: compressed keys, the blocks they point to, and a window."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from model.cache import Full
-from model.contract import Context, Mixer, State, wide
+from model.contract import Context, State
 from model.documents import looking_back
 from model.errors import UserError
 from model.layers import check_divides, dense
-from model.mixers.attention import INTO_HEADS, Biases, begin, check_heads, into_heads, out_of_heads, remember, whole_row
+from model.mixers.attention import INTO_HEADS, Entries, MultiHead, begin, into_heads, out_of_heads, remember, whole_row
 from model.ops.attention import attention, attention_weights
 from model.ops.choice import Order, order_of, whole_blocks
 from model.ops.chosen import attend, weights_of_all
 from model.ops.compressed import Compressed, Sizes, attend_and_choose, spread, visible, weights_of, windows
 from model.ops.mask import CAUSAL, window
 from model.positions.position import Position
-from model.settings import LONGEST, Dim, Length, within
+from model.settings import LONGEST, Length, within
 
 BRANCHES = ("compressed", "chosen", "near")
 
 
-class NSA(Mixer):
+class NSA(MultiHead):
     """Native sparse attention (NSA, https://arxiv.org/abs/2502.11089): three branches, each with keys of its own.
 
     One attends to compressed keys, which a small MLP makes of `length` tokens at every `stride`-th; one to the blocks
@@ -34,12 +33,6 @@ class NSA(Mixer):
     made anew from a cache of all tokens.
     """
 
-    position: Any = Position  # builds the position encoding
-
-    n_heads: Dim = 4
-    n_kv_heads: Literal[0] | Dim = 0  # groups of heads that choose together; 0: as many as n_heads
-    head_dim: Literal[0] | Dim = 0  # 0: width / n_heads
-    bias: Biases = "none"  # projections that have one
     length: Length = 32  # tokens that a compressed key stands for
     stride: Length = 16  # tokens from one compressed key to the next
     block: Length = 64  # tokens of a block to choose
@@ -48,34 +41,23 @@ class NSA(Mixer):
     # Gathered blocks, kernels for NVIDIA GPUs, or all scores; None: kernels where they can serve, else gathered.
     implementation: Literal["gathered", "fused", "reference"] | None = None
 
-    softmax: ClassVar[bool] = True
     forward_only: ClassVar[bool] = True
+    instead: ClassVar[str] = "attention"
     work: ClassVar[float] = 2
     groups: ClassVar[dict[str, str]] = {"k_embed": "no_decay", "v_embed": "no_decay"}
-
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """How many of queries, how many of keys and values, and their dim."""
-        return self.n_heads, self.n_kv_heads or self.n_heads, self.head_dim or self.width // self.n_heads
 
     @property
     def sizes(self) -> Sizes:
         return Sizes(self.length, self.stride, self.block, self.top)
 
     def check(self, position: Position) -> None:
-        if not self.causal:
-            raise UserError(
-                "nsa chooses among earlier blocks and runs forward only: model.causal is False; allowed: True"
-            )
-        H, G, K = self.heads
-        check_heads("nsa", H, G, self.width, self.head_dim)
+        super().check(position)
         check_divides("model.nsa.stride", self.stride, "model.nsa.length", self.length)
         check_divides("model.nsa.stride", self.stride, "model.nsa.block", self.block)
         if self.length > self.block:
             raise UserError(
                 f"model.nsa.length {self.length} is more than model.nsa.block {self.block}; closest: {self.block}"
             )
-        position.check(K)
 
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
@@ -127,8 +109,7 @@ class NSA(Mixer):
         def made(name, x):
             """An MLP of the tokens side by side, each with what is added to its place; heads share it."""
             l, K = self.length, x.shape[-1]
-            normal = nn.with_logical_partitioning(nn.initializers.normal(0.02), (None, None))
-            embed = self.param(f"{name}_embed", normal, (l, K), wide(self.dtype))
+            embed = self.weight(f"{name}_embed", nn.initializers.normal(0.02), (l, K), (None, None))
             x = jnp.moveaxis(windows(order.moved(x), order, start, self.sizes), 2, 3)  # [B, N, G, l, K]
             x = (x + embed).astype(self.dtype)
             hidden = nn.silu(dense(K, (None, None, None), self.dtype, f"{name}_hidden", inputs=2)(x))
@@ -141,15 +122,8 @@ class NSA(Mixer):
         return Compressed(position.rotate_keys(made("k", k), at, span), made("v", v), start, document, at)
 
     @property
-    def cache(self) -> Full:
-        names = [f"{kind}_{name}" for name in BRANCHES for kind in "kv"]
-        return Full(tuple((name, self.heads[1:]) for name in names), self.dtype)
-
-    def init_state(self, batch: int, max_len: int) -> State:
-        return self.cache.open(batch, max_len)
-
-    def state_bytes(self, length: int) -> int:
-        return self.cache.bytes(length)
+    def entries(self) -> Entries:
+        return tuple((f"{kind}_{name}", self.heads[1:]) for name in BRANCHES for kind in "kv")
 
 
 def mixed(maps: list[jax.Array], gate: jax.Array) -> jax.Array:

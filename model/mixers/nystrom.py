@@ -112,8 +112,7 @@ class Nystrom(WholeRow):
         tokens = tuple(dense((H, K), INTO_HEADS, self.dtype, name)(x) for name in "qkv")
         kernel = None
         if self.conv:
-            init = nn.with_logical_partitioning(fan_in, (None, "heads"))
-            kernel = self.param("conv", init, (self.conv, H), wide(self.dtype))
+            kernel = self.weight("conv", fan_in, (self.conv, H), (None, "heads"))
         run = partial(nystrom, landmarks=self.landmarks_of(x.shape[1]), iterations=self.iterations)
         y = self.mixed(run, kernel, tokens, ctx)
         return dense(self.width, ("heads", None, "embed"), self.dtype, "out", inputs=2)(y), None

@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec
 from model import placement
 from model.contract import Context, Mixer, State, wide
 from model.documents import reverse
-from model.errors import UserError
 from model.layers import dense
 from model.ops.recurrence import Cell, Past, recurrence
 from model.ops.stretches import gathers, stretches
@@ -91,20 +90,17 @@ class Recurrent(Mixer):
 
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
-        self.check(state)
+        self.check_direction(state)
         if stretches(x.shape[1]) > 1:
-            gathers(f"the recurrence of {type(self).__name__.lower()}")
+            gathers(f"the recurrence of {self.label}")
         n, G, E = 1 if self.causal else 2, self.gates, self.size
-
-        def param(name, init, shape, axes):
-            return self.param(name, nn.with_logical_partitioning(init, axes), shape, wide(self.dtype))
 
         def bias_init(key, shape, dtype):
             zeros = jnp.zeros(shape, dtype)
             return zeros if self.open_gate is None else zeros.at[:, 0, self.open_gate].set(1)
 
-        U = param("U", orthogonal_gates, (n, E, G, E), (None, None, None, "inner"))
-        bias = param("bias", bias_init, (n, 2, G, E), (None, None, None, "inner"))
+        U = self.weight("U", orthogonal_gates, (n, E, G, E), (None, None, None, "inner"))
+        bias = self.weight("bias", bias_init, (n, 2, G, E), (None, None, None, "inner"))
         says = dense((n, G, E), ("embed", None, None, "inner"), self.dtype, "W")(x) + bias[:, 0].astype(self.dtype)
 
         empty = self.init_state(x.shape[0], 0)
@@ -120,10 +116,6 @@ class Recurrent(Mixer):
     @property
     def size(self) -> int:
         return self.hidden or self.width
-
-    def check(self, state: State) -> None:
-        if state is not None and not self.causal:
-            raise UserError("a bidirectional model cannot carry a state; set model.causal=True to generate")
 
     def init_state(self, batch: int, max_len: int) -> State:
         return {name: jnp.zeros((batch, self.size), wide(self.dtype)) for name in self.kept}

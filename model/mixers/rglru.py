@@ -12,7 +12,6 @@ import numpy as np
 
 from model.contract import Context, Mixer, State, wide
 from model.documents import neighbours
-from model.errors import UserError
 from model.layers import check_divides, dense, fan_in
 from model.mixers.mamba import uniform
 from model.ops.conv import conv_tail, short_conv
@@ -97,21 +96,18 @@ class RGLRU(Mixer):
         E, W, H, f = self.channels, self.conv, self.n_heads, wide(self.dtype)
         past = self.init_state(x.shape[0], 0) if state is None else state
 
-        def param(name, init, shape, axes):
-            return self.param(name, nn.with_logical_partitioning(init, axes), shape, f)
-
         y = nn.gelu(dense(E, ("embed", "inner"), self.dtype, "y", bias=True)(x))
         u = dense(E, ("embed", "inner"), self.dtype, "x", bias=True)(x)
-        kernel = param("conv", uniform(W**-0.5), (W, E), (None, "inner"))
-        conv_bias = param("conv_bias", nn.initializers.zeros_init(), (E,), ("inner",))
+        kernel = self.weight("conv", uniform(W**-0.5), (W, E), (None, "inner"))
+        conv_bias = self.weight("conv_bias", nn.initializers.zeros_init(), (E,), ("inner",))
         c = short_conv(u, kernel, conv_bias, past["conv"], *neighbours(ctx))
 
         K = E // H
-        blocks = param("gates", block_fan_in, (2, H, K, K), (None, "inner", None, None))
+        blocks = self.weight("gates", block_fan_in, (2, H, K, K), (None, "inner", None, None))
         gates = product("blhk,ohkj->oblhj", c.reshape(*c.shape[:2], H, K), blocks, f)
-        bias = param("gates_bias", nn.initializers.zeros_init(), (2, H, K), (None, "inner", None))
+        bias = self.weight("gates_bias", nn.initializers.zeros_init(), (2, H, K), (None, "inner", None))
         r, i = nn.sigmoid(gates + bias[:, None, None]).reshape(2, *c.shape)
-        Lambda = param("Lambda", lasting, (E,), ("inner",))
+        Lambda = self.weight("Lambda", lasting, (E,), ("inner",))
 
         positions = jnp.arange(x.shape[1])[None] if ctx.positions is None else ctx.positions
         first, real = positions == 0, None
@@ -122,8 +118,7 @@ class RGLRU(Mixer):
         return out, None if state is None else dict(h=last, conv=conv_tail(u, past["conv"], real))
 
     def check(self) -> None:
-        if not self.causal:
-            raise UserError("rglru runs forward only; set model.causal=True, or use attention or s4d")
+        self.check_direction()
         check_divides("model.rglru.n_heads", self.n_heads, "the width of the recurrence", self.channels)
 
     def init_state(self, batch: int, max_len: int) -> State:

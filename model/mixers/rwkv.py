@@ -10,7 +10,6 @@ from jax import lax
 
 from model.contract import Context, Mixer, State, wide
 from model.documents import neighbours
-from model.errors import UserError
 from model.layers import dense
 from model.ops.conv import conv_tail, shift
 from model.ops.decays import exponents
@@ -113,13 +112,13 @@ class RWKV(Mixer):
 
     @nn.compact
     def __call__(self, x: Array, ctx: Context, state: State = None) -> tuple[Array, State]:
-        self.check()
+        self.check_direction()
         D, f = self.width, wide(self.dtype)
         past = self.init_state(x.shape[0], 0) if state is None else state
         shifted = shift(x, past["shift"], *neighbours(ctx)).astype(f)
 
         def param(name, init, axis):
-            return self.param(name, nn.with_logical_partitioning(init, (axis,)), (D,), f)
+            return self.weight(name, init, (D,), (axis,))
 
         def mixed(name, init):  # this much of the token, the rest of the one before
             mu = param(f"mix_{name}", spread(init), None)
@@ -141,10 +140,6 @@ class RWKV(Mixer):
         if state is None:
             return out, None
         return out, dict(aa=aa, bb=bb, pp=pp, shift=conv_tail(x, past["shift"], real))
-
-    def check(self) -> None:
-        if not self.causal:
-            raise UserError("rwkv runs forward only; set model.causal=True, or use attention or s4d")
 
     def init_state(self, batch: int, max_len: int) -> State:
         empty = jnp.zeros((batch, self.width), wide(self.dtype))

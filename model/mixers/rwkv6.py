@@ -52,24 +52,22 @@ class RWKV6(TimeMixing):
         wide_x = x.astype(f)  # rounded once, after mixing
         other = shift(x, past["shift"], *neighbours(ctx)).astype(f) - wide_x
 
-        def param(name, init, shape, axes):
-            return self.param(name, nn.with_logical_partitioning(init, axes), shape, f)
-
         # Five mixes of the token and the one before, in amounts that a first mix decides.
         half_way = spread(lambda i: 1 - i**0.5)
-        base = wide_x + other * param("mix_base", half_way, (D,), (None,))
+        base = wide_x + other * self.weight("mix_base", half_way, (D,), (None,))
         zeros = nn.initializers.zeros_init()
         low = jnp.tanh(dense((5, R), ("embed", None, None), self.dtype, "mix_down", init=zeros)(base))
-        up = param("mix_up", uniform(0.01), (5, R, D), (None, None, "embed"))
-        amount = param("mix", half_way, (5, D), (None, None))[:, None, None] + product("blor,ord->obld", low, up, f)
+        up = self.weight("mix_up", uniform(0.01), (5, R, D), (None, None, "embed"))
+        amount = self.weight("mix", half_way, (5, D), (None, None))[:, None, None]
+        amount = amount + product("blor,ord->obld", low, up, f)
         for_w, for_k, for_v, for_r, for_g = (wide_x + other * amount).astype(self.dtype)
 
         heads = partial(dense, (H, K), ("embed", "inner", None), self.dtype)
         r, k, v, g = heads("r")(for_r), heads("k")(for_k), heads("v")(for_v), heads("g")(for_g)
         low = jnp.tanh(dense(self.decay_rank, ("embed", None), self.dtype, "decay_down", init=zeros)(for_w))
         d = dense((H, K), (None, "inner", None), self.dtype, "decay_up", init=uniform(0.01))(low)
-        w = -jnp.exp(param("decay", steps, (H, K), ("inner", None)) + d.astype(f))
-        u = param("bonus", nn.initializers.normal(0.1), (H, K), ("inner", None))
+        w = -jnp.exp(self.weight("decay", steps, (H, K), ("inner", None)) + d.astype(f))
+        u = self.weight("bonus", nn.initializers.normal(0.1), (H, K), ("inner", None))
 
         real, keep = marks(ctx)
         k, w = at_real(real, k), at_real(real, w)

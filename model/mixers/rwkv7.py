@@ -65,14 +65,14 @@ class RWKV7(TimeMixing):
         other = shift(x, past["shift"], *neighbours(ctx)).astype(f) - wide_x
 
         def per_channel(name, init):
-            return self.param(name, nn.with_logical_partitioning(init, ("inner", None)), (H, K), f)
+            return self.weight(name, init, (H, K), ("inner", None))
 
         def low_rank(name, rank, x, activation=lambda low: low):
             low = dense(rank, ("embed", None), self.dtype, f"{name}_down", init=nn.initializers.zeros_init())(x)
             start = nn.initializers.orthogonal(0.1)
             return dense((H, K), (None, "inner", None), self.dtype, f"{name}_up", init=start)(activation(low))
 
-        mix = self.param("mix", nn.with_logical_partitioning(mixes, (None, None)), (6, D), f)
+        mix = self.weight("mix", mixes, (6, D), (None, None))
         for_r, for_w, for_k, for_v, for_a, for_g = (wide_x + other * mix[:, None, None]).astype(self.dtype)
         heads = partial(dense, (H, K), ("embed", "inner", None), self.dtype)
         r, k, v = heads("r")(for_r), heads("k")(for_k).astype(f), heads("v")(for_v)

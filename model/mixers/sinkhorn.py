@@ -109,14 +109,11 @@ class Sinkhorn(WholeRow):
         def flat(key, shape, dtype):
             return fan_in(key, (shape[0], shape[1] * shape[2]), dtype).reshape(shape)
 
-        zeros, f = nn.initializers.zeros_init(), wide(self.dtype)
+        zeros = nn.initializers.zeros_init()
         made = {
-            "W1": (fan_in, ("embed", None), (D, D)),
-            "b1": (zeros, (None,), (D,)),
-            "W2": (flat, (None, "heads", None), (D, H, N)),
-            "b2": (zeros, ("heads", None), (H, N)),
+            "W1": (fan_in, (D, D), ("embed", None)),
+            "b1": (zeros, (D,), (None,)),
+            "W2": (flat, (D, H, N), (None, "heads", None)),
+            "b2": (zeros, (H, N), ("heads", None)),
         }
-        return {
-            name: self.param(name, nn.with_logical_partitioning(init, axes), shape, f)
-            for name, (init, axes, shape) in made.items()
-        }
+        return {name: self.weight(name, *how) for name, how in made.items()}

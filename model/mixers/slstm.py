@@ -15,11 +15,10 @@ from jax import lax
 
 from model.contract import Context, Mixer, State, wide
 from model.documents import neighbours
-from model.errors import UserError
 from model.layers import check_divides, fan_in
-from model.mixers.mamba import uniform
+from model.mixers.mamba import smooth
 from model.mixers.recurrent import over_rows
-from model.ops.conv import conv_tail, short_conv_silu
+from model.ops.conv import conv_tail
 from model.ops.product import product
 from model.ops.recurrence import Past
 from model.ops.stretches import gathers, stretches
@@ -65,6 +64,7 @@ class SLSTM(Mixer):
     conv: Dim = 4  # width of the short convolution that the gates i and f see
 
     forward_only: ClassVar[bool] = True
+    instead: ClassVar[str] = "lstm or attention"
     last: ClassVar[str] = "norm"  # its scale: no map follows
     groups: ClassVar[dict[str, str]] = {"bias": "no_decay", "conv_bias": "no_decay"}
 
@@ -72,25 +72,20 @@ class SLSTM(Mixer):
     def __call__(self, x: Array, ctx: Context, state: State = None) -> tuple[Array, State]:
         self.check()
         if stretches(x.shape[1]) > 1:
-            gathers("the recurrence of slstm")
+            gathers(f"the recurrence of {self.label}")
         (B, L, D), H, f = x.shape, self.n_heads, wide(self.dtype)
         K = D // H
         past = self.init_state(B, 0) if state is None else state
 
-        def param(name, init, shape, axes):
-            return self.param(name, nn.with_logical_partitioning(init, axes), shape, f)
-
-        kernel = param("conv", uniform(self.conv**-0.5), (self.conv, D), (None, "inner"))
-        conv_bias = param("conv_bias", uniform(self.conv**-0.5), (D,), ("inner",))
-        smooth = short_conv_silu(x, kernel, conv_bias, past["conv"], *neighbours(ctx))
-        W = param("W", by_head, (H, K, 4, K), ("inner", None, None, None))
-        U = param("U", nn.initializers.zeros_init(), (H, K, 4, K), ("inner", None, None, None))
-        bias = param("bias", memories(H), (4, D), (None, "inner"))
+        smoothed = smooth(self, "conv", x, past["conv"], ctx, "inner")
+        W = self.weight("W", by_head, (H, K, 4, K), ("inner", None, None, None))
+        U = self.weight("U", nn.initializers.zeros_init(), (H, K, 4, K), ("inner", None, None, None))
+        bias = self.weight("bias", memories(H), (4, D), (None, "inner"))
 
         def gates(x, W):
             return product("blhk,hkgj->blghj", x.reshape(B, L, H, K), W).reshape(B, L, 2, D)
 
-        says = jnp.concatenate([gates(smooth, W[:, :, :2]), gates(x, W[:, :, 2:])], axis=2)
+        says = jnp.concatenate([gates(smoothed, W[:, :, :2]), gates(x, W[:, :, 2:])], axis=2)
         y, after = over_rows(slstm, says, U, bias, {name: past[name] for name in KEPT}, ctx)
         norm = nn.LayerNorm(
             epsilon=1e-5, use_bias=False, dtype=self.dtype, param_dtype=f, feature_axes=(-2, -1), name="norm"
@@ -101,8 +96,7 @@ class SLSTM(Mixer):
         return y, after | dict(conv=conv_tail(x, past["conv"], neighbours(ctx)[1]))
 
     def check(self) -> None:
-        if not self.causal:
-            raise UserError("slstm runs forward only; set model.causal=True, or use lstm or attention")
+        self.check_direction()
         check_divides("model.slstm.n_heads", self.n_heads, "the width", self.width)
 
     def init_state(self, batch: int, max_len: int) -> State:

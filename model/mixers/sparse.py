@@ -2,24 +2,23 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model.cache import Cache, Full, Ring
-from model.contract import Context, Mixer, State
+from model.cache import Cache, Ring
+from model.contract import Context, State
 from model.errors import UserError
-from model.mixers.attention import Biases, begin, check_heads, out_of_heads, queries_keys_values, remember
+from model.mixers.attention import MultiHead, begin, out_of_heads, queries_keys_values, remember
 from model.ops.attention import IMPLEMENTATIONS, attention, attention_weights
 from model.ops.conv import moved, places
 from model.ops.mask import Mask
 from model.ops.scores import Bias
 from model.ops.sparse_attention import sparse_attention
 from model.positions.position import Position
-from model.settings import Dim
 
 Arrays = dict[str, jax.Array]
 Call = dict[str, Any]  # by keyword, for the attention op
@@ -43,42 +42,26 @@ class Turn:
         return self.position.rotate_keys(k, self.at, self.span)
 
 
-class Sparse(Mixer):
+class Sparse(MultiHead):
     """Multi-head attention whose heads take turns in a few masks, over positions within documents.
 
     Padding is taken out of packed rows first, so that tokens of a document lie side by side. A cache is read by the
     same masks, and is a ring where they reach no farther back than that.
     """
 
-    position: Any = Position  # builds the position encoding
-
-    n_heads: Dim = 4
-    n_kv_heads: Literal[0] | Dim = 0  # 0: as many as n_heads
-    head_dim: Literal[0] | Dim = 0  # 0: width / n_heads
-    bias: Biases = "none"  # projections that have one
     implementation: Literal[*IMPLEMENTATIONS] | None = None  # None: what is not seen is skipped; others: of all pairs
-
-    softmax: ClassVar[bool] = True
-    kind: ClassVar[str]  # its name
 
     @property
     def masks(self) -> tuple[Mask, ...]:
         """Head h has that of h's turn."""
         raise NotImplementedError
 
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """How many of queries, how many of keys and values, and their dim."""
-        return self.n_heads, self.n_kv_heads or self.n_heads, self.head_dim or self.width // self.n_heads
-
     def check(self, position: Position) -> None:
-        H, G, K = self.heads
-        check_heads(self.kind, H, G, self.width, self.head_dim)
-        position.check(K)
-        if H < len(self.masks):
+        super().check(position)
+        if self.n_heads < len(self.masks):
             raise UserError(
-                f"model.{self.kind}.n_heads {H} is too few for {len(self.masks)} patterns that heads take turns in; "
-                f"closest: {len(self.masks)}"
+                f"model.{self.label}.n_heads {self.n_heads} is too few for {len(self.masks)} patterns that heads take "
+                f"turns in; closest: {len(self.masks)}"
             )
         if position.stretches and isinstance(self.cache, Ring):
             name = type(position).__name__.lower()
@@ -137,15 +120,8 @@ class Sparse(Mixer):
 
     @property
     def cache(self) -> Cache:
-        entries = (("k", self.heads[1:]), ("v", self.heads[1:]))
         back = [mask.reach()[0] for mask in self.masks]
-        return Full(entries, self.dtype) if None in back else Ring(entries, self.dtype, max(back) + 1)
-
-    def init_state(self, batch: int, max_len: int) -> State:
-        return self.cache.open(batch, max_len)
-
-    def state_bytes(self, length: int) -> int:
-        return self.cache.bytes(length)
+        return super().cache if None in back else Ring(self.entries, self.dtype, max(back) + 1)
 
 
 def turns(masks: tuple[Mask, ...], H: int, G: int) -> Iterator[tuple[Mask, np.ndarray, np.ndarray | None]]:

@@ -143,6 +143,26 @@ def convolved(systems: Sequence[System], u: Array) -> Array:
     return y
 
 
+def recurred(systems: Sequence[System], u: Array, h0: Array, ctx: Context, form: str | None) -> tuple[Array, Array]:
+    """The same where something is carried or reset, and the forward system's last state."""
+    forward, *backward = systems
+    y, h = forward.recurrence(u, h0, ctx, form)
+    for system in backward:
+        back, _ = system.recurrence(u[:, ::-1], h0, reverse(ctx), form)
+        y = y + back[:, ::-1]
+    return y, h
+
+
+def without_end(x: Array, ctx: Context) -> tuple[Array, Context]:
+    """Rows with zeros for the padding behind them, which so need not be told of it.
+
+    Zeros leave an empty state empty, from whichever side.
+    """
+    if ctx.segments is None or not ctx.right_padded:
+        return x, ctx
+    return jnp.where(ctx.segments[..., None] > 0, x, 0), looking_back(ctx)
+
+
 def windowed(system: System, W: int) -> System:
     """The same with a kernel that is zero from lag W on. That needs no state but the last inputs."""
 
@@ -191,29 +211,21 @@ class StateSpace(Mixer):
     @nn.compact
     def __call__(self, x: Array, ctx: Context, state: State = None) -> tuple[Array, State]:
         self.check()
-        if state is not None and not self.causal:
-            raise UserError("a bidirectional model cannot carry a state; set model.causal=True to generate")
+        self.check_direction(state)
         systems = self.systems()
         skip = self.weight("D", nn.initializers.normal(1.0), (self.width,), ("inner",))
 
-        u = x.astype(wide(self.dtype))
-        if ctx.segments is not None and ctx.right_padded:  # zeros leave an empty state empty, from whichever side
-            u, ctx = jnp.where(ctx.segments[..., None] > 0, u, 0), looking_back(ctx)
+        u, ctx = without_end(x.astype(wide(self.dtype)), ctx)
         y, state = self.mix(systems, u, ctx, state)
         out = dense((2, self.width), ("embed", None, "mlp"), self.dtype, "out", bias=True)
         return gated(out(activated(y, u, skip, self.dtype))), state
 
     def mix(self, systems: Sequence[System], u: Array, ctx: Context, state: State) -> tuple[Array, State]:
         """A convolution where nothing is carried or reset, else the recurrence; of the second system backward."""
-        form = self.implementation
         if self.transforms(ctx, state):
             return convolved(systems, u), None
-        forward, *backward = systems
         h0 = self.init_state(u.shape[0], 0) if state is None else state
-        y, h = forward.recurrence(u, h0, ctx, form)
-        for system in backward:
-            back, _ = system.recurrence(u[:, ::-1], h0, reverse(ctx), form)
-            y = y + back[:, ::-1]
+        y, h = recurred(systems, u, h0, ctx, self.implementation)
         return y, None if state is None else h
 
     def transforms(self, ctx: Context, state: State) -> bool:
@@ -224,9 +236,6 @@ class StateSpace(Mixer):
                 f"{self.label}'s convolution cannot carry a state or reset at documents; set implementation=None"
             )
         return self.implementation == "convolution" or (self.implementation is None and plain and self.convolves)
-
-    def weight(self, name: str, init: Callable, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
-        return self.param(name, nn.with_logical_partitioning(init, axes), shape, wide(self.dtype))
 
     def modes(self, name: str, start: np.ndarray, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> Array:
         """Complex numbers that never grow: the real part is minus an exponential."""
@@ -240,10 +249,6 @@ class StateSpace(Mixer):
 
     def check(self) -> None:
         """Refuses settings that do not go together."""
-
-    @property
-    def label(self) -> str:
-        return type(self).__name__.lower()
 
     def init_state(self, batch: int, max_len: int) -> State:
         return jnp.zeros((batch, *self.state_shape()), jnp.result_type(wide(self.dtype), jnp.complex64))

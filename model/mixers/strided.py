@@ -19,7 +19,6 @@ class Strided(Sparse):
 
     stride: Length = 64  # best near the root of the length
 
-    kind: ClassVar[str] = "strided"
     work: ClassVar[float | None] = 1.5
 
     @property
@@ -38,7 +37,6 @@ class Fixed(Sparse):
     stride: Length = 64  # tokens of a stretch; best near the root of the length
     summary: Length = 8  # how many at its end all others see
 
-    kind: ClassVar[str] = "fixed"
     work: ClassVar[float | None] = 1.5
 
     @property

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from model.cache import Cache, Full
-from model.contract import Context, Mixer, State, wide
-from model.errors import UserError
+from model.contract import Context, Mixer, State
 from model.layers import dense
 from model.mixers.attention import INTO_HEADS, arange, check_heads, look, remember, whole_row
 from model.mixers.whole_row import check_length
@@ -53,14 +52,13 @@ class Synthesizer(Mixer):
     @nn.compact
     def __call__(self, x: jax.Array, ctx: Context, state: State = None) -> tuple[jax.Array, State]:
         self.check(x.shape[1])
-        if state is not None and not self.causal:
-            raise UserError("a bidirectional model cannot carry a state; set model.causal=True to generate")
+        self.check_direction(state)
         H, K = self.heads
         at = arange(x) if ctx.positions is None else ctx.positions
         v = dense((H, K), INTO_HEADS, self.dtype, "v")(x)
         call: dict[str, Any] = dict(mask=CAUSAL if self.causal else FULL, scale=1.0, bias=None)
         if self.kind == "random":
-            call["bias"] = Bias(self.weights("R", (H, self.longest, self.longest), 1.0), between, ("heads", None, None))
+            call["bias"] = Bias(self.normal("R", (H, self.longest, self.longest), 1.0), between, ("heads", None, None))
         if state is None:
             call, k_at = call | whole_row(ctx, call), at
         else:
@@ -75,7 +73,7 @@ class Synthesizer(Mixer):
         B, (H, K) = len(x), self.heads
 
         def by_position(name, size, scale, positions):
-            table = self.weights(name, (self.longest, H, size), scale, (None, "heads", None))
+            table = self.normal(name, (self.longest, H, size), scale, (None, "heads", None))
             of_each = jnp.take(table, positions, axis=0)
             # For all rows before it is narrow: gradients are added up over them.
             return jnp.broadcast_to(of_each, (B, *of_each.shape[1:])).astype(self.dtype)
@@ -90,11 +88,10 @@ class Synthesizer(Mixer):
         none = (jnp.zeros((B, one.shape[1], H, 1), self.dtype) for one in (at, k_at))  # the matrix alone scores
         return tuple(none)
 
-    def weights(
+    def normal(
         self, name: str, shape: tuple[int, ...], scale: float, axes: tuple[str | None, ...] = ("heads", None, None)
     ) -> jax.Array:
-        init = nn.with_logical_partitioning(nn.initializers.normal(scale), axes)
-        return self.param(name, init, shape, wide(self.dtype))
+        return self.weight(name, nn.initializers.normal(scale), shape, axes)
 
     @property
     def cache(self) -> Cache:

@@ -5,7 +5,6 @@ from typing import ClassVar, Literal
 import jax.numpy as jnp
 
 from model.contract import Mixer, State, wide
-from model.errors import UserError
 from model.layers import check_divides
 from model.settings import Dim
 
@@ -23,10 +22,8 @@ class TimeMixing(Mixer):
         return self.head_dim or min(64, max(1, self.width // self.fewest_heads))
 
     def check(self) -> None:
-        label = type(self).__name__.lower()
-        if not self.causal:
-            raise UserError(f"{label} runs forward only; set model.causal=True, or use attention or s4d")
-        check_divides(f"model.{label}.head_dim", self.channels, "the width", self.width)
+        self.check_direction()
+        check_divides(f"model.{self.label}.head_dim", self.channels, "the width", self.width)
 
     def init_state(self, batch: int, max_len: int) -> State:
         K = self.channels

@@ -14,14 +14,10 @@ class WholeRow(Mixer):
 
     both_ways_only: ClassVar[bool] = True
 
-    @property
-    def called(self) -> str:
-        return type(self).__name__.lower()
-
     def check(self, state: State) -> None:
         if self.causal:
             raise UserError(
-                f"mixer {self.called!r} mixes whole rows, and model.causal is True; allowed: False; closest for a "
+                f"mixer {self.label!r} mixes whole rows, and model.causal is True; allowed: False; closest for a "
                 "causal model: attention"
             )
         if state is not None:
@@ -33,7 +29,7 @@ class WholeRow(Mixer):
 
     def init_state(self, batch: int, max_len: int) -> State:
         raise UserError(
-            f"mixer {self.called!r} mixes whole rows, and can carry no state from one part to the next; closest mixer "
+            f"mixer {self.label!r} mixes whole rows, and can carry no state from one part to the next; closest mixer "
             "that can: attention, with model.causal=True"
         )
 

@@ -5,7 +5,8 @@ Shape letters besides those of the contract: X experts, F hidden width of each, 
 
 import math
 from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -20,6 +21,7 @@ from model.mlps.mlp import FORMS, MLP
 from model.ops.grouped import LAYOUTS, Layout, bounded_layout, grouped, layout, moved
 from model.settings import Dim, NotNegative, Whole, at_least, below
 
+Activation = Callable[[jax.Array], jax.Array]
 Kernels = dict[str, jax.Array]  # up and, if gated, gate [X, D, F]; down [X, F, D]
 
 
@@ -81,8 +83,7 @@ class Experts(Mixer):
         init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", batch_axis=0)
 
         def kernel(name: str, shape: tuple[int, int], *axes: str) -> jax.Array:
-            boxed = nn.with_logical_partitioning(init, ("experts", *axes))
-            return self.param(name, boxed, (X, *shape), wide(self.dtype))
+            return self.weight(name, init, (X, *shape), ("experts", *axes))
 
         into = {name: kernel(name, (D, F), "embed", "mlp") for name in ("up", "gate")[: 1 + gated]}
         return into | {"down": kernel("down", (F, D), "mlp", "embed")}
@@ -142,7 +143,7 @@ def through_experts(
     sent: jax.Array,
     weight: jax.Array,
     kernels: Kernels,
-    activation: Callable[[jax.Array], jax.Array],
+    activation: Activation,
     room: int | None,
     implementation: str | None,
 ) -> jax.Array:
@@ -154,37 +155,18 @@ def through_experts(
     devices are gathered and each device's experts pick theirs; with bounded room, an all-to-all brings each expert its
     tokens (expert parallelism).
     """
-    B, _, k = sent.shape
     over = placement.axes("experts")
-    rows = set(placement.axes("batch")) if placement.shards("batch", B) > 1 else set()
+    rows = set(placement.axes("batch")) if placement.shards("batch", len(sent)) > 1 else set()
     apart = tuple(axis for axis in over if axis in rows)  # of an expert group, the devices that hold other tokens
     alike = tuple(axis for axis in over if axis not in rows)
     hidden = placement.axes("mlp") if placement.shards("mlp", kernels["down"].shape[1]) > 1 else ()
-    exchanged = room is not None and not alike
+    if room is None or alike:
+        run = partial(gathered, activation=activation, over=over, apart=apart, implementation=implementation)
+    else:
+        run = partial(exchanged, activation=activation, apart=apart, room=room)
 
-    def on_device(x: jax.Array, sent: jax.Array, weight: jax.Array, kernels: Kernels) -> jax.Array:
-        if apart and not exchanged:
-            x, sent, weight = (lax.all_gather(a, apart, axis=0, tiled=True) for a in (x, sent, weight))
-        to = sent.reshape(-1)
-        if exchanged:
-            X = len(kernels["down"]) * math.prod(lax.axis_size(axis) for axis in apart)
-            slots = bounded_layout(to, X, len(x) * min(room, x.shape[1]))
-        else:
-            X = len(kernels["down"])
-            mine = to - (lax.axis_index(over) * X if over else 0)
-            slots = layout(jnp.where((mine >= 0) & (mine < X), mine, X), X, implementation)
-        each = jnp.repeat(x.reshape(-1, x.shape[-1]), k, axis=0)
-        taken = moved(each, slots.row, slots.slot)
-        if apart and exchanged:
-            taken = lax.all_to_all(taken.reshape(X, -1, x.shape[-1]), apart, 0, 1, tiled=True)
-            made = mlp(taken.reshape(-1, x.shape[-1]), kernels, activation, slots)
-            made = lax.all_to_all(made.reshape(taken.shape), apart, 1, 0, tiled=True).reshape(-1, x.shape[-1])
-        else:
-            made = mlp(taken, kernels, activation, slots)
-        back = moved(made, slots.slot, slots.row).reshape(*sent.shape, -1)
-        y = jnp.einsum("blk,blkd->bld", weight, back, preferred_element_type=weight.dtype).astype(x.dtype)
-        if apart and not exchanged:
-            y = lax.psum_scatter(y, apart, scatter_dimension=0, tiled=True)
+    def on_device(*held: Any) -> jax.Array:
+        y = run(*held)
         return lax.psum(y, (*alike, *hidden)) if alike or hidden else y
 
     along = None if set(placement.axes("length")) & set(over) else "length"
@@ -194,7 +176,57 @@ def through_experts(
     return placement.on_each_device(on_device, (tokens, tokens, tokens, kernel_specs), tokens)(x, sent, weight, kernels)
 
 
-def mlp(x: jax.Array, kernels: Kernels, activation: Callable[[jax.Array], jax.Array], slots: Layout) -> jax.Array:
+def gathered(
+    x: jax.Array,
+    sent: jax.Array,
+    weight: jax.Array,
+    kernels: Kernels,
+    activation: Activation,
+    over: tuple[str, ...],
+    apart: tuple[str, ...],
+    implementation: str | None,
+) -> jax.Array:
+    """What this device's experts, of those shared out over some axes, add to the tokens held along `apart`."""
+    if apart:
+        x, sent, weight = (lax.all_gather(a, apart, axis=0, tiled=True) for a in (x, sent, weight))
+    X = len(kernels["down"])
+    mine = sent.reshape(-1) - (lax.axis_index(over) * X if over else 0)
+    slots = layout(jnp.where((mine >= 0) & (mine < X), mine, X), X, implementation)
+    y = summed(x, sent, weight, slots, lambda taken: mlp(taken, kernels, activation, slots))
+    return lax.psum_scatter(y, apart, scatter_dimension=0, tiled=True) if apart else y
+
+
+def exchanged(
+    x: jax.Array,
+    sent: jax.Array,
+    weight: jax.Array,
+    kernels: Kernels,
+    activation: Activation,
+    apart: tuple[str, ...],
+    room: int,
+) -> jax.Array:
+    """What all experts, wherever along `apart` they are, add to this device's tokens."""
+    X, D = len(kernels["down"]) * math.prod(lax.axis_size(axis) for axis in apart), x.shape[-1]
+    slots = bounded_layout(sent.reshape(-1), X, len(x) * min(room, x.shape[1]))
+
+    def elsewhere(taken: jax.Array) -> jax.Array:
+        taken = lax.all_to_all(taken.reshape(X, -1, D), apart, 0, 1, tiled=True)
+        made = mlp(taken.reshape(-1, D), kernels, activation, slots)
+        return lax.all_to_all(made.reshape(taken.shape), apart, 1, 0, tiled=True).reshape(-1, D)
+
+    return summed(x, sent, weight, slots, elsewhere if apart else lambda taken: mlp(taken, kernels, activation, slots))
+
+
+def summed(
+    x: jax.Array, sent: jax.Array, weight: jax.Array, slots: Layout, made: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """The weighted sum of what is made of each token in its slots, `[B, L, D]`."""
+    each = jnp.repeat(x.reshape(-1, x.shape[-1]), sent.shape[-1], axis=0)
+    back = moved(made(moved(each, slots.row, slots.slot)), slots.slot, slots.row).reshape(*sent.shape, -1)
+    return jnp.einsum("blk,blkd->bld", weight, back, preferred_element_type=weight.dtype).astype(x.dtype)
+
+
+def mlp(x: jax.Array, kernels: Kernels, activation: Activation, slots: Layout) -> jax.Array:
     """The MLP of each slot's expert, `[S, D]`."""
     h = activation(grouped(x, kernels["up"], slots))
     if "gate" in kernels:

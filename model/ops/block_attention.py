@@ -43,12 +43,12 @@ class Lists:
         return isinstance(other, Lists) and self._key == other._key
 
 
-def blocks(form: Form, o: Operands, tile: int | None = None) -> tuple[jax.Array, jax.Array]:
+def blocks(form: Form, o: Operands) -> tuple[jax.Array, jax.Array]:
     """Output `[B, L, G, R, V]` and log-sum-exp `[B, L, G, R]`."""
     if (mask := known(form)) is None:
         return tiles.tiled(form, o)
     L, M = o.q.shape[1], o.k.shape[1]
-    size = tile or tile_size(form.mask)
+    size = tile_size(form.mask)
     l, m = min(size, L), min(size, M)
     matrix = block_matrix(mask, -(-L // l), -(-M // m), l, m)
     if form.stretches:
@@ -72,13 +72,16 @@ def known(form: Form) -> Mask | None:
     return Band(back, ahead) if form.gapless and None not in (back, ahead) else None
 
 
-def tile_size(mask: Mask, most: int = 128) -> int:
+MOST = 128  # places of a tile
+
+
+def tile_size(mask: Mask) -> int:
     """The mask's own blocks or, of larger ones, an equal part; of no blocks, what is enough for a matrix product."""
     grain = mask.grain()
     if grain is None:
-        return 64 if placement.platform() == "cpu" else most
-    parts = (grain // n for n in range(1, grain // 32 + 1) if grain % n == 0 and grain // n <= most)
-    return grain if grain <= most else next(parts, grain)
+        return 64 if placement.platform() == "cpu" else MOST
+    parts = (grain // n for n in range(1, grain // 32 + 1) if grain % n == 0 and grain // n <= MOST)
+    return grain if grain <= MOST else next(parts, grain)
 
 
 LEAST = 0.1  # of all work, which another scan must save

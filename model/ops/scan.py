@@ -193,7 +193,6 @@ def diagonal_scan(
     shared: tuple[Array, ...] = (),
     *,
     implementation: str | None = None,
-    chunk: int | None = None,
 ) -> tuple[Array, Array]:
     """Outputs `[B, L, ...]` and the last state, for the recurrence that `expand` and `contract` describe.
 
@@ -204,7 +203,7 @@ def diagonal_scan(
     inputs = jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), inputs)
     length, state = jax.tree.leaves(inputs)[0].shape[0], bytes_held(h0)
     implementation = implementation or best(length, state)
-    chunk = chunk or best_chunk(state)
+    chunk = best_chunk(state)
     run = choose("scan implementation", implementation, IMPLEMENTATIONS)
     with running("scan", implementation):
         if run is sharded:

@@ -12,9 +12,9 @@ Rows are read bidirectionally by whatever can. `size=small` is for one accelerat
 parameters as attention of 4 layers and width 128 (configs/archs.py; but see configs/longest.py), minutes a run;
 `size=medium` is 6 layers of width 256 with more dropout and four times the steps: feeds `lra_medium`. The activations
 of both are in bfloat16, and rows of Text end at 2,048 characters. `size=paper` has the published recipe
-(configs/recipes.py) of attention (LRA's Transformer), s4, s4d, s5 or lru, up to 500,000 steps, and of LRA's other
-baselines on all tasks but Path-X. `size=smoke` shows on a CPU that it runs. Test scores are of the step that validation
-chose.
+(configs/recipes.py) of attention (LRA's Transformer), s4, s4d, s5, lru or b2s6, up to 833,250 steps, and of LRA's
+other baselines on all tasks but Path-X. `size=smoke` shows on a CPU that it runs. Test scores are of the step that
+validation chose.
 
 `window` cuts what each layer sees (configs/window.py): feeds `locality`. `start` is for self-pretraining
 (configs/pretraining.py): feeds `self_pretraining`.

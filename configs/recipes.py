@@ -1,15 +1,16 @@
 """Published settings of Long Range Arena, by family and task: what `size=paper` of configs/lra.py writes into a config.
 
 LRA's own Transformer: the released configurations (https://github.com/google-research/long-range-arena, cd31e5c,
-lra_benchmarks/*/configs; its base rates over the root of the warm-up are peaks here). The baselines that it is
-compared with there share its settings on ListOps, Text and Retrieval, where their configurations name another model and
-little else; of Image and Pathfinder each has its own, and of Path-X none. For Mamba and B2S6 we found no settings. S4
-and S4D: the third version's (https://github.com/state-spaces/s4, e757cef, configs/experiment/lra/old/v3-*.yaml; of
-Path-X s4-pathx.yaml, whose rate and warm-up are not the papers' 5e-4 and one epoch). S5: run_experiments of
+lra_benchmarks/*/configs; its base rates over the root of the warm-up are peaks here). The baselines that it is compared
+with there share its settings on ListOps, Text and Retrieval, where their configurations name another model and little
+else; of Image and Pathfinder each has its own, and of Path-X none. For Mamba we found no settings. S4 and S4D: the
+third version's (https://github.com/state-spaces/s4, e757cef, configs/experiment/lra/old/v3-*.yaml; of Path-X
+s4-pathx.yaml, whose rate and warm-up are not the papers' 5e-4 and one epoch). S5: run_experiments of
 https://github.com/lindermanlab/S5, 3c18fdb. LRU: not its authors' but a replication's, in S4's code
-(https://github.com/jhuang265/s4, 109a2d2, of Image 06f4700, configs/experiment/lra/lru-*.yaml). Norms are theirs: over
-the batch, but of layers in S4 on images. A state space's own parameters have their published rates, and are decayed
-where they are there.
+(https://github.com/jhuang265/s4, 109a2d2, of Image 06f4700, configs/experiment/lra/lru-*.yaml). B2S6: its paper's
+appendix F (https://arxiv.org/abs/2505.09022), which leaves warm-up, dropout and the lower rate of the steps to its
+code; here they are S4's. Norms are theirs: over the batch, but of layers in S4 and B2S6 on images. A state space's own
+parameters have their published rates, and are decayed where they are there.
 
 What they have and these do not. All: padding counts in the statistics of norms, and norms and biases are decayed. S4:
 on images its A and B are shared among channels and dropout is the same along a row; it drops behind the gate too. S5:
@@ -123,6 +124,14 @@ LRU = {
     "pathfinder": Recipe(6, 192, "pre", 0.0, 0.004, 1e-3, 0.05, 64, 500_000, 50_000, ring(256, 0.9, 0.999)),
     "pathx": Recipe(6, 128, "pre", 0.0, 0.002, 5e-4, 0.05, 32, 250_000, 25_000, ring(256, 0.999, 0.9999, turn=0.1)),
 }
+B2S6 = {  # epochs of the training sets as steps
+    "listops": Recipe(8, 128, "post", 0.0, 0.008, 1e-3, 0.03, 32, 360_000, 1000),
+    "text": Recipe(6, 256, "pre", 0.0, 0.01, 1e-3, 0.05, 16, 62_500, 1000),
+    "retrieval": Recipe(6, 128, "pre", 0.0, 0.004, 1e-3, 0.03, 60, 490_200, 2500),
+    "image": Recipe(6, 512, "post", 0.1, 0.01, 1e-3, 0.05, 48, 468_500, 900, norm="layernorm"),
+    "pathfinder": Recipe(6, 256, "pre", 0.0, 0.004, 1e-3, 0.03, 48, 833_250, 2500),
+    "pathx": Recipe(6, 128, "pre", 0.0, 0.001, 5e-4, 0.03, 24, 800_000, 50_000, dict(dt_min=1e-4)),
+}
 IMAGES = ("image", "pathfinder")
 # Of LRA's other baselines, what their own mixers have: lra_benchmarks/models, and of Performer and Linformer configs.
 # Longformer's window of 512 has 255 tokens before a token and 256 behind it; Reformer's rows are of ten chunks.
@@ -175,6 +184,7 @@ RECIPES = {
     "s4d": S4,
     "s5": S5,
     "lru": LRU,
+    "b2s6": B2S6,
     **{arch: SHARED | dict(zip(IMAGES, PIXELS[arch], strict=True)) for arch in BASELINES},
 }
 

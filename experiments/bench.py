@@ -7,16 +7,17 @@
     python -m experiments.bench state     the same of linear attention's kernels on a GPU, each beside the plain one
     python -m experiments.bench kernels   the last three, one after another
     python -m experiments.bench step      time and memory of a training step, in several forms and beside a peer
+    python -m experiments.bench profile   where the time of a training step goes, by module and pass
     python -m experiments.bench decode    time to the first token and for each one after it, beside its peers
     python -m experiments.bench determinism   whether a run has the same bits again, and when killed and resumed
     python -m experiments.bench features  how far random features are from softmax, by their number
     python -m experiments.bench pods      whether every pod config fits its machine, and its step on paper
     python -m experiments.bench scaling   time and memory of a layer of every mixer, by length, in --minutes
 
-loop, startup and determinism take --config=FILE, which may be repeated (default: the quickstart's architectures; for
-determinism nine of width 128 in bfloat16, or --archs=gla,kda), and --config.KEY=VALUE; all take --out=FILE, where rows
-go as JSON lines, and for all but the first two a table beside them, with the ending md; for scaling a picture too, with
-the ending png.
+loop, startup, profile and determinism take --config=FILE, which may be repeated (default: the quickstart's
+architectures; for determinism nine of width 128 in bfloat16, or --archs=gla,kda), and --config.KEY=VALUE; all take
+--out=FILE, where rows go as JSON lines, and for all but the first two a table beside them, with the ending md; for
+scaling a picture too, with the ending png.
 Of attention, scan, state, step and decode --only='case=fire;n=8192' measures a part, by what names its rows. Where bits
 differ, or a pod config does not fit, the exit code is 1. Call scaling or pods again with the same --out to take it up
 where it stopped; with --mixed, after the code has changed.
@@ -45,6 +46,7 @@ from experiments.measurements import (
     scan_speed,
     startup,
     state_speed,
+    step_profile,
     step_speed,
 )
 from experiments.running import folders
@@ -91,6 +93,13 @@ def bench_startup() -> Iterator[tuple[dict, str]]:
         row = startup.measure(spec, {key: read_value(text) for key, text in cli.overrides()})
         times = f"first {row['first_s']:.1f} s, second {row['second_s']:.1f} s, ratio {row['ratio']:.2f}"
         yield {"config": spec, **row}, f"{spec}: {times}"
+
+
+def bench_profile() -> Iterator[tuple[dict, str]]:
+    step_profile.name_launches()
+    for spec in specs():
+        for row in step_profile.measure(spec, cli.overrides()):
+            yield {"config": spec, **row}, step_profile.SHEET.sentence({"config": spec, **row})
 
 
 def bench_compared(bench: ModuleType) -> Iterator[tuple[dict, str]]:
@@ -167,6 +176,7 @@ KERNELS = ("attention", "scan", "state")
 BENCHES: dict[str, Callable[[], Iterator[tuple[dict, str]]]] = {
     "loop": bench_loop,
     "startup": bench_startup,
+    "profile": bench_profile,
     **{name: partial(bench_compared, bench) for name, bench in COMPARED.items()},
     "kernels": bench_kernels,
     "determinism": bench_determinism,
@@ -177,6 +187,7 @@ BENCHES: dict[str, Callable[[], Iterator[tuple[dict, str]]]] = {
 MARKDOWN: dict[str, Callable[[list[dict]], str]] = {
     **{name: bench.SHEET.table for name, bench in COMPARED.items()},
     "kernels": kernels_table,
+    "profile": step_profile.SHEET.table,
     "determinism": determinism.SHEET.table,
     "features": features.table,
     "pods": pods.table,
@@ -187,6 +198,7 @@ PICTURES: dict[str, Callable[[list[dict], Path], None]] = {"scaling": growth.pic
 FLAGS: dict[str, tuple[str, ...]] = {
     "loop": ("config", "override", "steps", "rounds", "out"),
     "startup": ("config", "override", "out"),
+    "profile": ("config", "override", "out"),
     **dict.fromkeys(COMPARED, ("only", "rounds", "out")),
     "kernels": ("rounds", "out"),
     "determinism": ("config", "override", "archs", "kills", "out"),

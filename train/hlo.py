@@ -150,6 +150,12 @@ def called(each: Instruction, key: str) -> list[str]:
     return re.findall(r"%?([\w.\-]+)", found[1] if found[1] is not None else found[2])
 
 
+def op_name(each: Instruction) -> str:
+    """What JAX calls the operation, by the functions that it is in; empty where the compiler made it."""
+    found = re.search(r'\bop_name="([^"]*)"', each.text)
+    return found[1] if found else ""
+
+
 PASSED = ("bitcast", "convert", "copy", "reshape", "transpose")
 
 

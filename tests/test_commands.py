@@ -179,6 +179,7 @@ SMALL = {
     "experiments.sweep": ["--launcher=print"],
     "experiments.reproduce": ["--help"],
     "experiments.report": ["--help"],
+    "experiments.overview": [],
     "experiments.bench": ["--help"],
     "experiments.pack": [],
     "experiments.launch": [],

@@ -250,6 +250,12 @@ REPORT = [
     *([ROWS, f"--{flag}=nonsense"] for flag in ("by", "across", "tune", "metric")),
     *([ROWS, word] for word in ("--metric=", "--across=", "--config.steps=3", "--nonsense", "--by=,")),
 ]
+OVERVIEW = [
+    [],
+    ["extra"],
+    *([f"--dir={name}"] for name in ("", "nowhere", "notes.txt", "empty", LONG)),
+    *(["--dir=empty", word] for word in ("--nonsense", "--config.steps=3", "--rows=words.jsonl")),
+]
 NO_CONFIG = ("scan", "attention", "features", "scaling")
 BENCH = [
     [],
@@ -315,6 +321,7 @@ LINES = {
     "experiments.sweep": SWEEP,
     "experiments.reproduce": REPRODUCE,
     "experiments.report": REPORT,
+    "experiments.overview": OVERVIEW,
     "experiments.bench": BENCH,
     "experiments.list": LIST,
     "experiments.pack": PACK,

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from experiments.measurements import features, pods
-from experiments.tables import formats, rows, scaling
+from experiments.tables import formats, overview, rows, scaling
 from experiments.tables.definitions import TABLES
 from experiments.tables.layout import sheet
 from experiments.tables.table import choose_scale, layout
@@ -47,6 +47,12 @@ def test_tables_of_benches_are_those_of_their_rows():
     (shown,) = re.findall(r"<!-- bench: features -->\n(.*?)<!-- end -->", (ROOT / "README.md").read_text(), re.DOTALL)
     measured = [json.loads(line) for line in (results / "bench_features.jsonl").read_text().splitlines()]
     assert shown.strip() == features.part(measured, "output_error").strip()
+
+
+def test_the_overview_is_of_the_committed_tables():
+    """If this fails after new rows, paste what `python -m experiments.overview` prints between the README's marks."""
+    (shown,) = re.findall(r"<!-- overview -->\n(.*?)<!-- end -->", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert shown == overview.overview(ROOT / "experiments" / "results")
 
 
 def test_the_quickstart_shows_the_known_truth():

@@ -182,6 +182,13 @@ def terminal(sheet: Sheet, width: int) -> Group:
     return Group(Text(sheet.layout.title, style="bold"), *shown, Text("\n".join(table.notes)))
 
 
+def mean_and_spread(cell: Cell, sheet: Sheet) -> str:
+    mean, spread = cell.summary.mean, cell.summary.spread
+    if mean is None:
+        return "failed"
+    return _number(mean, sheet) + (f" ± {_number(spread, sheet)}" if spread is not None else "")
+
+
 def _cells(sheet: Sheet) -> list[Cell]:
     """Those there are."""
     return [cell for cells in sheet.lines.values() for cell in cells if cell]
@@ -213,14 +220,12 @@ def _of(few: Iterable[frozenset[str]], every: Iterable[frozenset[str]]) -> str:
 def _score(cell: Cell | None, sheet: Sheet) -> str:
     if cell is None:
         return ""
-    mean, spread = cell.summary.mean, cell.summary.spread
-    if mean is None:
+    if cell.summary.mean is None:
         return "failed"
-    text = _number(mean, sheet) + (f" ± {_number(spread, sheet)}" if spread is not None else "")
     remarks = {"failed": cell.summary.failed, "changed": len(cell.changed)}
     said = [f"{_names([key])} {plain(value)}" for key, value in cell.chosen.items()]
     said += [f"{count} {what}" for what, count in remarks.items() if count]
-    return text + (f" ({', '.join(said)})" if said else "")
+    return mean_and_spread(cell, sheet) + (f" ({', '.join(said)})" if said else "")
 
 
 def _names(labels: Iterable[str]) -> str:

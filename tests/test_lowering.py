@@ -19,7 +19,7 @@ from model.ops.attention import Bias, attention
 from model.ops.mask import CAUSAL, FULL, Mask, Prefix, window
 from model.ops.patterns import Chunk
 from model.positions import POSITIONS
-from model.positions.score_bias import ALiBiBias
+from model.positions.score_bias import ALiBiBias, FIREBias
 from tests import meshes, zoo
 from tests.meshes import laid, lowered, mesh_of
 from tests.test_attention import slope
@@ -162,6 +162,13 @@ def mask_of(some) -> Mask:
     return mask | Prefix(7) if "pattern" in some else mask
 
 
+def network(H: int) -> Bias:
+    """FIRE's, of 4 units."""
+    shapes = {"log_c": (H,), "log_L": (H,), "hidden": (4, H), "hidden_bias": (4, H), "out": (4, H)}
+    axes = {name: (None,) * (len(shape) - 1) + ("heads",) for name, shape in shapes.items()}
+    return Bias({name: np.ones(shape, np.float32) for name, shape in shapes.items()}, FIREBias(), axes)
+
+
 # Every way in which a call may differ from the plainest
 FEATURES = {
     **dict.fromkeys(("window", "bidirectional", "pattern", "uneven blocks"), lambda n, H: {}),  # `mask_of` brings them
@@ -169,6 +176,7 @@ FEATURES = {
     "padding": lambda n, H: FEATURES["segments"](n, H) | dict(right_padded=True),  # which segments then are
     "positions": lambda n, H: dict.fromkeys(("q_positions", "k_positions"), np.arange(n, dtype=np.int32)[None]),
     "bias": lambda n, H: dict(bias=Bias({"m": np.ones(H, np.float32)}, ALiBiBias(), {"m": ("heads",)})),
+    "network bias": lambda n, H: dict(bias=network(H)),
     "other bias": lambda n, H: dict(bias=Bias(np.ones(H, np.float32), slope, ("heads",))),
     "soft cap": lambda n, H: dict(soft_cap=3.0),
     "sinks": lambda n, H: dict(sinks=np.zeros(H, np.float32)),

@@ -30,6 +30,11 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def one_cpu() -> bool:
+    """Whether one CPU does all of it: its compiler is quick at other forms, which shared arrays would not stand."""
+    return platform() == "cpu" and math.prod(jax.sharding.get_abstract_mesh().shape.values()) == 1
+
+
 def capability() -> tuple[int, int]:
     """The compute capability of the NVIDIA GPU that a program is made for; (0, 0) where it is made for none.
 

@@ -235,17 +235,17 @@ def test_on_a_tpu_the_choice_is_what_splash_can_serve():
 
 @pytest.mark.quick
 def test_dense_or_tiles_by_what_one_device_holds():
-    assert picked(n=1024) == "xla" and picked(n=4096) == "tiled"
-    assert picked(n=256, batch=64) == "xla" and picked(n=1024, batch=64) == "tiled"
-    for chip in ("cpu", "gpu", "tpu"):
-        assert picked(chip, n=1024, batch=64, bias=CURVED) == "tiled"
+    assert picked(n=512) == "xla" and picked(n=1024) == "tiled"
+    assert picked(n=256, batch=16) == "xla" and picked(n=256, batch=64) == "tiled"
+    for chip, batch in (("cpu", 16), ("gpu", 64), ("tpu", 64)):
+        assert picked(chip, n=1024, batch=batch, bias=CURVED) == "tiled"
         for sizes in (
             dict(data=16),
             dict(fsdp=4, tensor=4),
             dict(data=4, sequence=4),
             dict(tensor=2, sequence=2, data=4),
         ):
-            assert picked(chip, sizes, n=1024, batch=64, bias=CURVED) == "xla"
+            assert picked(chip, sizes, n=1024, batch=batch, bias=CURVED) == "xla"
 
 
 @pytest.mark.quick

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from model import build
 from model.asked import Asked
-from model.ops.cross_entropy import Readout, Targets, vocabulary_scores
+from model.ops.cross_entropy import PART, Readout, Targets, likeliest, vocabulary_scores
 from tests.host_mesh import RULES, mesh_of, on_mesh
 from tests.jaxprs import equations
 from train import config as configs
@@ -96,6 +96,17 @@ def test_a_target_ties_with_the_first_alone():
     x, table = jnp.ones((2, 1)), jnp.zeros((V, 1))
     found = vocabulary_scores(x, table, None, Readout(), Targets(jnp.array([0, 3])), room=V)
     assert found.hits.tolist() == [True, False]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("V", [2048, 6 * PART, 5 * PART + 3, 1009, PART - 1])
+def test_the_likeliest_is_the_first_of_the_highest(V):
+    logits = np.random.default_rng(0).integers(0, 3, (5, 7, V)).astype(np.float32)  # ties everywhere
+    logits[0, 0] = np.sort(logits[0, 0])
+    logits[0, 1, :] = -np.inf
+    np.testing.assert_array_equal(jax.jit(likeliest)(logits), logits.argmax(-1))
+    logits[1, 2, V // 2] = np.nan
+    assert likeliest(logits)[1, 2] == V // 2, "what is no number is told, as by argmax"
 
 
 def test_all_logits_are_never_there():

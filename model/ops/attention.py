@@ -150,8 +150,8 @@ IMPLEMENTATIONS = {
 }
 
 # Bytes of scores on a device up to which the dense form is taken where no fused kernel serves; with gradient it holds
-# three times as many. On 2 CPU cores both took about as long there (0.9 to 1.2 times), and dense 1.4 times at 512 MiB.
-DENSE, DENSE_ON_CPU = 2**28, 2**26
+# three times as many. On 2 CPU cores both take as long at 8 MiB, and dense 1.5 times at 32 and 1.4 times at 512 MiB.
+DENSE, DENSE_ON_CPU = 2**28, 2**24
 
 
 def attention(

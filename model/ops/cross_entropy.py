@@ -23,6 +23,7 @@ from model import placement
 from model.contract import wide
 from model.ops.product import einsum, linear
 
+PART = 64  # answers of which the best is found at once
 ROOM = 2**26  # logits that one device makes at a time; with no more of them in all, they are kept for the gradient
 
 
@@ -65,7 +66,22 @@ class Readout(NamedTuple):
 def scores(logits: jax.Array, targets: Targets) -> Scores:
     """Of answers whose logits `[..., V]` are there."""
     loss = cross_entropy(logits, targets.ids, targets.smoothing)
-    return Scores(lax.stop_gradient(loss), jnp.argmax(logits, -1) == targets.ids, targets.summed(loss))
+    return Scores(lax.stop_gradient(loss), likeliest(logits) == targets.ids, targets.summed(loss))
+
+
+def likeliest(logits: jax.Array) -> jax.Array:
+    """The first of the highest, along the last axis: `argmax`.
+
+    On a CPU in two stages, the first of which is a plain maximum: XLA is eight times as quick at these as at one.
+    """
+    V = logits.shape[-1]
+    part = max(size for size in range(1, PART + 1) if V % size == 0)
+    if part == 1 or V < 4 * PART or not placement.one_cpu():
+        return jnp.argmax(logits, -1)
+    parts = lax.stop_gradient(logits).reshape(*logits.shape[:-1], -1, part)
+    best = jnp.argmax(parts.max(-1), -1)
+    within = jnp.take_along_axis(parts, best[..., None, None], axis=-2)[..., 0, :]
+    return part * best + jnp.argmax(within, -1)
 
 
 def cross_entropy(logits: jax.Array, targets: jax.Array, smoothing: float = 0.0) -> jax.Array:
@@ -210,7 +226,7 @@ def judged(how: Chunks, at: Places, V: int, z: jax.Array, ids: jax.Array) -> tup
     loss = lse - (1 - how.smoothing) * of_target
     if how.smoothing:
         loss -= how.smoothing * lax.psum(z.sum(-1), at.vocab) / V
-    first = lax.pmin(jnp.where(own == top, jnp.argmax(z, -1) + offset(at, size), V), at.vocab)
+    first = lax.pmin(jnp.where(own == top, likeliest(z) + offset(at, size), V), at.vocab)
     return loss, first == ids, lse
 
 

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from model import placement
 from model.contract import wide
 
+LARGE = 2**18  # numbers from which on it pays to keep a CPU from copying them
+
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def product(spec: str, x: jax.Array, kernel: jax.Array, out: Any = None) -> jax.Array:
@@ -41,6 +43,11 @@ def product_backward(spec, out, saved, g):
     of_x, of_kernel = factors.split(",")
     g = g.astype(x.dtype)
     d_x = einsum(f"{of_y},{of_kernel}->{of_x}", g, kernel.astype(x.dtype), x.dtype)
+    lead = sum(letter not in of_kernel for letter in of_x)
+    if placement.one_cpu() and x.size >= LARGE and lead > 1 and of_x[:lead] == of_y[:lead]:
+        # As a sum over one axis: of several, its compiler writes x anew, transposed, a number at a time.
+        x, g = (array.reshape(-1, *array.shape[lead:]) for array in (x, g))
+        of_x, of_y = of_x[lead - 1 :], of_y[lead - 1 :]
     return d_x, einsum(f"{of_x},{of_y}->{of_kernel}", x, g, wide(x.dtype))
 
 

@@ -7,6 +7,7 @@ that can see each other: those that cannot, by position or by document, cost not
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -209,12 +210,21 @@ def pull_tile(
     weights = jnp.exp(scores - lse[..., None])
     if mask is not None:
         weights = jnp.where(mask, weights, 0)
-    d_seen = jnp.einsum("bgrlm,bgrlv->bgmv", weights.astype(t.v.dtype), d_out, preferred_element_type=dtype)
+    d_seen = over_queries(weights.astype(t.v.dtype), d_out, dtype)
     d_weights = jnp.einsum("bgrlv,bmgv->bgrlm", d_out, t.v, preferred_element_type=dtype)
     d_raw, d_bias, d_levels = pull(weights * (d_weights - delta[..., None]))
     d_query, d_key, d_additive = pull_raw(d_raw)
     q_level, k_level = d_levels or (None, None)
     return (d_query, q_level), (d_key, jnp.moveaxis(d_seen, 1, 2), k_level), (d_bias, d_additive)
+
+
+def over_queries(weights: jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
+    """`[B, G, m, K]`: what queries have, `[B, G, R, l, K]`, added up by weights `[B, G, R, l, m]`."""
+    if not placement.one_cpu():
+        return jnp.einsum("bgrlm,bgrlk->bgmk", weights, x, preferred_element_type=dtype)
+    # As a sum over one axis: of two, its compiler writes the weights anew, transposed, a number at a time.
+    weights, x = (array.reshape(*array.shape[:2], -1, array.shape[-1]) for array in (weights, x))
+    return jnp.einsum("bglm,bglk->bgmk", weights, x, preferred_element_type=dtype)
 
 
 def when(sparse: bool, wanted: jax.Array, function, *operands):
@@ -334,7 +344,7 @@ def scores_with_pull(t: Operands):
     def pull_dot(d_raw):  # by hand: the products stay in the narrow dtype, which is where accelerators are fast
         d_raw = d_raw.astype(t.q.dtype)
         d_q = jnp.einsum("bgrlm,bmgk->bgrlk", d_raw, t.k, preferred_element_type=dtype)
-        d_k = jnp.einsum("bgrlm,blgrk->bgmk", d_raw, t.q, preferred_element_type=dtype)
+        d_k = over_queries(d_raw, jnp.moveaxis(t.q, 1, 3), dtype)
         return jnp.moveaxis(d_q, 3, 1), jnp.moveaxis(d_k, 2, 1), None
 
     return raw, pull_dot

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 from experiments.measurements import features, pods
@@ -53,6 +54,15 @@ def test_the_overview_is_of_the_committed_tables():
     """If this fails after new rows, paste what `python -m experiments.overview` prints between the README's marks."""
     (shown,) = re.findall(r"<!-- overview -->\n(.*?)<!-- end -->", (ROOT / "README.md").read_text(), re.DOTALL)
     assert shown == overview.overview(ROOT / "experiments" / "results")
+
+
+def test_an_overview_leaves_blank_what_was_not_run(tmp_path):
+    shutil.copytree(ROOT / "experiments" / "results" / "selective_copying", tmp_path / "selective_copying")
+    header, _, *lines = (line.split(" | ") for line in overview.overview(tmp_path).splitlines())
+    whole = overview.overview(ROOT / "experiments" / "results")
+    assert " | ".join(header) == whole.splitlines()[0]
+    for arch, copying, *others in lines:
+        assert f"{arch} | {copying} | " in whole and copying and not "".join(others).strip(" |")
 
 
 def test_the_quickstart_shows_the_known_truth():

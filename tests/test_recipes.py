@@ -118,7 +118,7 @@ def test_a_mode_of_the_lru_is_a_complex_number():
 
 def test_an_architecture_without_a_recipe_is_named():
     with pytest.raises(
-        UserError, match=r"published recipe 'mamba'; choose from attention, bigbird, .*, lru, .*, s4, s4d, s5, "
+        UserError, match=r"published recipe 'mamba'; choose from attention, b2s6, bigbird, .*, lru, .*, s4, s4d, s5, "
     ):
         configs.load("configs/lra.py:task=image,arch=mamba,size=paper")
 

@@ -150,7 +150,7 @@ IMPLEMENTATIONS = {
 }
 
 # Bytes of scores on a device up to which the dense form is taken where no fused kernel serves; with gradient it holds
-# three times as many. On 2 CPU cores both take as long at 8 MiB, and dense 1.5 times at 32 and 1.4 times at 512 MiB.
+# three times as many. On 2 CPU cores both take as long up to 16 MiB, and dense 1.2 to 1.8 times at 32.
 DENSE, DENSE_ON_CPU = 2**28, 2**24
 
 

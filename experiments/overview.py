@@ -19,7 +19,9 @@ DIR = cli.flag("dir", Name, None, "A folder of tables.")
 
 def main(argv: list[str]) -> None:
     cli.refuse_arguments(argv, "overview", "one flag, --dir=FOLDER")
-    if DIR.value is None or not Path(DIR.value).is_dir():
+    if DIR.value is None:
+        raise UserError("give --dir=FOLDER, one of tables; closest: --dir=experiments/results")
+    if not Path(DIR.value).is_dir():
         raise UserError(f"--dir={DIR.value} is no folder; closest: --dir=experiments/results")
     print(overview(Path(DIR.value)), end="")
 

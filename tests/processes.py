@@ -133,3 +133,15 @@ class TooLong(BaseException):
 
 def _too_long(number, frame) -> None:
     raise TooLong(f"not refused within {LIMIT} s")
+
+
+def call(*words: str) -> tuple[int, str, str]:
+    process = fork(*words)
+    return process.wait(300), process.stdout, process.stderr
+
+
+def wait_until(condition, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)

@@ -8,7 +8,7 @@ from experiments.tables.definitions import TABLES
 from experiments.tables.layout import Layout, sheet
 from experiments.tables.table import layout
 from model.errors import UserError
-from tests.test_experiments import call
+from tests.processes import call
 from tests.test_report import row
 from train import config as configs
 

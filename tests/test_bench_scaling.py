@@ -18,7 +18,7 @@ from model.errors import UserError
 from model.mixers import MIXERS
 from model.ops.named import implementations
 from tests import meshes
-from tests.test_experiments import call
+from tests.processes import call
 
 LENGTHS = [1024, 4096, 16384, 65536]
 

@@ -16,8 +16,7 @@ import yaml
 from experiments.running import engines
 from experiments.running.engines import Pod
 from model.errors import UserError
-from tests.processes import ROOT, fork
-from tests.test_experiments import wait_until
+from tests.processes import ROOT, fork, wait_until
 from train import chips
 
 STAND_IN = """#!/bin/sh

@@ -15,7 +15,7 @@ from experiments.tables import formats, rows, sources, table
 from experiments.tables.definitions import TABLES
 from experiments.tables.layout import Layout, sheet
 from model.errors import UserError
-from tests.test_experiments import call
+from tests.processes import call
 from tests.test_report import row
 from train import config as configs
 

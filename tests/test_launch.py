@@ -13,7 +13,7 @@ from experiments.running import campaign, folders, launch, progress
 from experiments.running.launch import Event, Job, local
 from experiments.running.runs import RunSpec
 from experiments.tables import rows
-from tests.test_experiments import wait_until
+from tests.processes import wait_until
 
 ROOT = Path(__file__).parent.parent
 DEBUG = "configs/debug.py"

@@ -21,8 +21,8 @@ from experiments.tables.layout import Layout, sheet
 from experiments.tables.positions import FLAT
 from experiments.tables.table import layout
 from model.errors import LESS_MEMORY, UserError
+from tests.processes import call
 from tests.processes import run as run_command
-from tests.test_experiments import call
 from tests.test_report import row
 from train import config as configs
 from train import loop

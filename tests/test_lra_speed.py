@@ -17,8 +17,7 @@ from experiments.tables import rows
 from experiments.tables.definitions import TABLES
 from experiments.tables.table import layout
 from model.mixers import MIXERS
-from tests.processes import ROOT
-from tests.test_experiments import call
+from tests.processes import ROOT, call
 from tests.test_report import row
 from train import config as configs
 from train.run import prepare

@@ -15,7 +15,7 @@ from experiments.running.launch import Job, local
 from experiments.running.machine import Claims, Machine, Slots, environment, look, share, shares
 from experiments.running.runs import RunSpec
 from model.errors import UserError
-from tests.test_experiments import wait_until
+from tests.processes import wait_until
 
 CORES = tuple(sorted(os.sched_getaffinity(0)))
 GPUS = {"nvidia0", "nvidia1", "nvidia2", "nvidia10", "nvidiactl", "nvidia-uvm"}

@@ -12,7 +12,7 @@ from experiments.tables.definitions import TABLES
 from experiments.tables.rows import changed, read_rows
 from model.errors import UserError
 from tests import sets
-from tests.test_experiments import call
+from tests.processes import call
 from train import config as configs
 from train import places
 

@@ -15,8 +15,7 @@ from experiments.tables import rows
 from model.errors import UserError
 from tests import cluster
 from tests.flags import FAST
-from tests.processes import fork
-from tests.test_experiments import wait_until
+from tests.processes import fork, wait_until
 from tests.test_hosts import losses
 from tests.test_sweep_killed import lasting
 

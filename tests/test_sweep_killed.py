@@ -11,8 +11,7 @@ import pytest
 
 from experiments.running import folders
 from experiments.tables import rows
-from tests.processes import fork
-from tests.test_experiments import wait_until
+from tests.processes import fork, wait_until
 from tests.test_nothing_lost import losses
 
 pytestmark = pytest.mark.scale

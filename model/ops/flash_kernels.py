@@ -1,8 +1,8 @@
 """The kernels of flash attention, each for a tile of queries or of keys; `flash_attention` says what they are given.
 
 The chip's own exponential is that of 2: weights are `2^(unit scores - unit highest)`, one multiply-add for a pair of
-tokens, which has the scale in it where nothing is added to scores. Letters beside the project's own: l queries and m
-keys of a tile.
+tokens, which has the scale in it where what is added to scores can be had in their unit. Letters beside the project's
+own: l queries and m keys of a tile.
 """
 
 import math
@@ -99,8 +99,9 @@ def put(made: Made, value: Array, opens: Array, at: tuple = (...,)) -> None:
             ref[at] = value
 
 
-def side(see: Refs, name: str, first: Array, size: int, axis: int, head: tuple = ()) -> Side:
-    """Of `size` queries (`name` q) or keys (k) from `first` on; `head`: which one, where a program sees several."""
+def side(see: Refs, name: str, first: Array, size: int, axis: int, head: tuple = (), per: float = LOG2_E) -> Side:
+    """Of `size` queries (`name` q) or keys (k) from `first` on; `head`: which one, where a program sees several; `per`:
+    the unit of scores, in which levels are."""
     here = pl.ds(first, size)
 
     def laid(x: Array | None) -> Array | None:
@@ -118,19 +119,20 @@ def side(see: Refs, name: str, first: Array, size: int, axis: int, head: tuple =
         high=high,
         place=laid(place),
         segment=laid(None if segments is None else segments[here]),
-        level=laid(None if levels is None else levels[*head, here].astype(jnp.float32)),
+        level=laid(None if levels is None else levels[*head, here].astype(jnp.float32) * (LOG2_E / per)),
     )
 
 
-def params(see: Refs, head: tuple = ()) -> dict[str, Any]:
-    """A bias's parameters for one head: numbers, or several numbers each."""
+def params(see: Refs, per: float, head: tuple = ()) -> dict[str, Any]:
+    """A bias's parameters for one head: numbers, or several numbers each. Of a linear one, in the unit of scores."""
 
     def of_head(ref) -> Any:
         if len(ref.shape) == len(head):
             return ref[*head] if head else ref[...]
         return tuple(ref[c, *head] for c in range(ref.shape[0]))
 
-    return {name: of_head(ref) for name, ref in see["bias"].items()} if "bias" in see else {}
+    found = {name: of_head(ref) for name, ref in see["bias"].items()} if "bias" in see else {}
+    return jax.tree.map(lambda x: x * (LOG2_E / per), found)
 
 
 def tile_bias(form: Form, bias: dict[str, Any], q: Side, k: Side) -> tuple[Array, Any]:
@@ -155,9 +157,13 @@ def tile_bias(form: Form, bias: dict[str, Any], q: Side, k: Side) -> tuple[Array
     return value, lambda d_bias: lax.cond(settled, partial(pull, one), partial(pull, every), d_bias)
 
 
-def unit(form: Form, levels: bool) -> float:
-    """What `tile_scores` are to be multiplied with, for a power of two: log2(e) if they are the scores themselves."""
-    plain = form.bias is None and not levels and form.scale > 0  # below 0 the highest product is not the highest score
+def unit(form: Form) -> float:
+    """What `tile_scores` are to be multiplied with, for a power of two: log2(e) if they are the scores themselves.
+
+    A bias that is linear in its parameters has whatever unit these have.
+    """
+    plain = form.bias is None or form.bias.linear
+    plain = plain and form.scale > 0  # below 0 the highest product is not the highest score
     return LOG2_E * (form.soft_cap or form.scale) if plain else LOG2_E
 
 
@@ -168,7 +174,7 @@ def tile_scores(form: Form, raw: Array, bias: dict[str, Any], q: Side, k: Side) 
         # By the exponential, which the chip has in hardware.
         scores = 1 - 2 / (1 + jnp.exp2(raw * (2 * LOG2_E * form.scale / form.soft_cap)))
     capped = scores
-    if unit(form, q.level is not None) == LOG2_E:
+    if unit(form) == LOG2_E:
         scores *= form.soft_cap or form.scale
     if form.bias is not None:
         value, pull = tile_bias(form, bias, q, k)
@@ -187,14 +193,13 @@ def tile_seen(form: Form, shape: Shape, q: Side, k: Side, M: int) -> Array:
 def out_kernel(see: Refs, out: Made, lse: Made, *, form: Form, shape: Shape, spans: Walk, M: int):
     """Of one head. q: [L, K]; k: [M, K]; v: [M, V]; out: [l, V]; lse: [l]."""
     l, m = shape[:2]
-    (first, here), opening = own(see, l), opens(see)
-    q, bias = see["q"][here, :], params(see)
-    queries = side(see, "q", first, l, axis=0)
-    per = unit(form, queries.level is not None)
+    (first, here), opening, per = own(see, l), opens(see), unit(form)
+    q, bias = see["q"][here, :], params(see, per)
+    queries = side(see, "q", first, l, axis=0, per=per)
 
     def add(j, masked, seen):
         top, total, sum_ = seen
-        keys = side(see, "k", j * m, m, axis=1)
+        keys = side(see, "k", j * m, m, axis=1, per=per)
         raw = dot(q, see["k"][pl.ds(j * m, m), :], trans_b=True)
         scores, _, _ = tile_scores(form, raw, bias, queries, keys)
         if masked:
@@ -228,15 +233,14 @@ def score_gradients(form, scores, per, capped, lse, delta, d_weights, seen):
 def queries_kernel(see: Refs, dq: Made, *more, form: Form, shape: Shape, spans: Walk, M: int):
     """Of one head. As `out_kernel`, with dy: [L, V]; lse, delta: [L]. `more`: of the queries' levels, of the bias."""
     l, m = shape[:2]
-    (first, here), opening = own(see, l), opens(see)
-    q, dy, bias = see["q"][here, :], see["dy"][here, :], params(see)
+    (first, here), opening, per = own(see, l), opens(see), unit(form)
+    q, dy, bias = see["q"][here, :], see["dy"][here, :], params(see, per)
     lse, delta = see["lse"][here][:, None] * LOG2_E, see["delta"][here][:, None]
-    queries = side(see, "q", first, l, axis=0)
-    per = unit(form, queries.level is not None)
+    queries = side(see, "q", first, l, axis=0, per=per)
 
     def add(j, masked, carry):
         sum_, d_level, d_bias = carry
-        keys = side(see, "k", j * m, m, axis=1)
+        keys = side(see, "k", j * m, m, axis=1, per=per)
         k = see["k"][pl.ds(j * m, m), :]
         scores, capped, pull = tile_scores(form, dot(q, k, trans_b=True), bias, queries, keys)
         seen = tile_seen(form, shape, queries, keys, M) if masked else None
@@ -266,20 +270,19 @@ def queries_kernel(see: Refs, dq: Made, *more, form: Form, shape: Shape, spans: 
 def keys_kernel(see: Refs, dk: Made, dv: Made, *more, form: Form, shape: Shape, spans: Walk, M: int):
     """Of one key-value head. q: [L, R, K]; dy: [L, R, V]; lse, delta: [R, L]; k: [M, K]; v: [M, V]."""
     l, m = shape[:2]
-    (first, here), opening = own(see, m), opens(see)
+    (first, here), opening, per = own(see, m), opens(see), unit(form)
     k, v = see["k"][here, :], see["v"][here, :]
     R = see["q"].shape[1]
 
     def of_head(r, carry):
-        bias = params(see, head=(r,))
-        keys = side(see, "k", first, m, axis=0, head=(r,))
-        per = unit(form, keys.level is not None)
+        bias = params(see, per, head=(r,))
+        keys = side(see, "k", first, m, axis=0, head=(r,), per=per)
 
         def add(i, masked, carry):
             dk_, dv_, d_level = carry
             at = pl.ds(i * l, l)
             q, dy = see["q"][at, r, :], see["dy"][at, r, :]
-            queries = side(see, "q", i * l, l, axis=1, head=(r,))
+            queries = side(see, "q", i * l, l, axis=1, head=(r,), per=per)
             scores, capped, _ = tile_scores(form, dot(k, q, trans_b=True), bias, queries, keys)
             seen = tile_seen(form, shape, queries, keys, M) if masked else None
             d_weights = dot(v, dy, trans_b=True)

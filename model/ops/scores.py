@@ -36,6 +36,7 @@ class Pairwise:
     """
 
     settles: int | None = None  # from this distance on, before and after, the score no longer changes
+    linear: bool = False  # whether a score is a weighted sum of the parameters
     network: bool = False  # whether a score takes the many operations of a network
 
     def score(self, params: dict[str, Any], i: jax.Array, j: jax.Array) -> jax.Array:

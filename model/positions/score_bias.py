@@ -38,6 +38,8 @@ def alibi_slopes(n_heads: int) -> np.ndarray:
 class ALiBiBias(Pairwise):
     """`-m |i - j|`, slopes m a head."""
 
+    linear: ClassVar[bool] = True
+
     def score(self, params: dict[str, jax.Array], i: jax.Array, j: jax.Array) -> jax.Array:
         m = jax.lax.stop_gradient(params["m"])  # they are fixed: spares their gradient
         return -m * jnp.abs(i - j).astype(m.dtype)
@@ -87,6 +89,8 @@ class T5Bias(Pairwise):
     buckets: int
     max_distance: int
     causal: bool
+
+    linear: ClassVar[bool] = True
 
     @property
     def settles(self) -> int:

@@ -45,6 +45,7 @@ CALLS = {
     "buckets": {"bias": T5Bias(8, 40, causal=True)},
     "buckets bidirectional": {"bias": T5Bias(8, 40, causal=False), "mask": FULL},
     "MLP": {"bias": FIREBias()},
+    "bias in the unit of a cap": {"bias": T5Bias(8, 40, causal=True), "soft_cap": 2.0, "levels": True, "sinks": True},
     "packed": PACKED,
     "cache": {**CACHE, "bias": ALiBiBias(), "mask": CAUSAL & window(50)},
     "cache, prefix": {**CACHE, "mask": CAUSAL | Prefix(17), "soft_cap": 2.0, "levels": True},

@@ -125,6 +125,16 @@ def test_fire_is_its_network():
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("position", BIASES, ids=named)
+def test_a_bias_is_linear_if_it_says_so(position):
+    """Kernels have the parameters of such a bias in the unit of their scores."""
+    bias, places = opened(position), at(0, 1, 7, 9, 600)
+    halved = jax.tree.map(lambda x: np.float32(0.5) * x, bias.params)
+    whole, half = (run(bias.fn, params, places, places) for params in (bias.params, halved))
+    assert bias.fn.linear == np.allclose(half, 0.5 * whole, rtol=1e-6)
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("position", BIASES, ids=named)
 def test_biases_and_their_gradients_are_finite_everywhere(position, causal):

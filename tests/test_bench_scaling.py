@@ -267,10 +267,9 @@ PICKED = {
 }
 
 
-@pytest.mark.parametrize("name", PICKED)
-def test_programs_say_which_implementation_runs(name):
-    """On a GPU, where there are others than here."""
-    mixer = scaling.make(name, 1024, width=64, dtype="bfloat16")
+def run_on_a_gpu(name, **changes):
+    """By name the implementations that a mixer's program runs there, where there are others than here."""
+    mixer = scaling.make(name, 1024, width=64, dtype="bfloat16").clone(**changes)
 
     def traced(variables, x):
         with meshes.in_force(meshes.mesh_of("gpu")):
@@ -278,8 +277,17 @@ def test_programs_say_which_implementation_runs(name):
 
     variables = jax.eval_shape(partial(scaling.draw, mixer), jax.random.key(0))
     x = jax.ShapeDtypeStruct((1, 1024, 64), mixer.dtype)
-    program = jax.jit(traced).trace(variables, x).lower(lowering_platforms=("cuda",))
-    assert ", ".join(implementations(program)) == PICKED[name]
+    return ", ".join(implementations(jax.jit(traced).trace(variables, x).lower(lowering_platforms=("cuda",))))
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_programs_say_which_implementation_runs(name):
+    assert run_on_a_gpu(name) == PICKED[name]
+
+
+@pytest.mark.parametrize("name", ["bigbird", "block_sparse", "dilated", "local", "longformer", "strided"])
+def test_patterns_run_the_implementation_that_is_asked_for(name):
+    assert run_on_a_gpu(name, implementation="blocks") == "attention blocks"
 
 
 def test_what_breaks_down_is_a_row(monkeypatch):

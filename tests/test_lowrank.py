@@ -191,6 +191,7 @@ def test_whole_rows_have_no_state(name):
     for ask in (mixer.init_state, lambda *_: mixer.init(jax.random.key(0), zoo.inputs(1, 4), Context(), {})):
         with pytest.raises(UserError, match=rf"'{name}' mixes whole rows, and can carry no state .* closest mixer"):
             ask(1, 4)
+    assert mixer.state_bytes(1024) == 0
 
 
 @pytest.mark.scale

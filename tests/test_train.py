@@ -385,6 +385,17 @@ def test_named_architectures_build_at_comparable_size():
     assert max(sizes.values()) < 3 * min(sizes.values()), sizes
 
 
+@pytest.mark.parametrize("mixers", ["fnet", "fnet,attention"])
+def test_a_run_of_what_has_no_state_ends_with_its_result(mixers, tmp_path):
+    short = dict(length="16", max_depth="3", min_length="5", max_length="16").items()
+    task = [(f"data.listops.{key}", value) for key, value in short]
+    choice = [("model.mixers", mixers), ("model.position", "none"), ("model.causal", "False"), ("model.width", "16")]
+    quick = [("batch_size", "16"), ("steps", "2"), ("eval_every", "0"), ("eval_batches", "1")]
+    train(configs.load("configs/listops.py", [*choice, *task, *quick]), str(tmp_path))
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert bool(found["state_bytes"]) == ("attention" in mixers)
+
+
 @pytest.mark.quick
 def test_config_json_is_the_config(tmp_path):
     config = load(("model.mixers", "mamba,attention"), ("model.position", "rope"))

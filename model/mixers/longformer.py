@@ -52,7 +52,7 @@ class Longformer(Sparse):
         if skips and call["q_positions"] is None:
             ends = dict(q_segments=q.shape[1], k_segments=k.shape[1])
             cut = call | {name: None if call[name] is None else call[name][:, :end] for name, end in ends.items()}
-            whole = attention(q, k, v, **cut, mask=self.seen)
+            whole = attention(q, k, v, **cut, mask=self.seen, implementation=self.implementation)
             return jnp.concatenate([whole, y[:, q.shape[1] :]], axis=1), None
         whole, of_whole = self.in_turns((FirstQueries(self.global_tokens) & self.seen,), q, k, v, call, skips)
         at = jnp.arange(q.shape[1])[None] if call["q_positions"] is None else call["q_positions"]

@@ -219,7 +219,7 @@ class Mega(Mixer):
         if self.looked_into():
             weights = attention_weights if softmax else laplace_attention.laplace_weights
             self.sow("maps", "weights", weights(q, k, v, **call))
-        # No fused kernel has a bias, and where devices share the length the op knows best.
+        # No fused kernel has a bias like this one, and where devices share the length the op knows best.
         if form is None and call["bias"] and q.shape[1] * k.shape[1] >= MANY and stretches(q.shape[1]) == 1:
             form = "tiled"
         run = attention if softmax else laplace_attention.laplace_attention

@@ -17,7 +17,7 @@ from model.ops.attention import IMPLEMENTATIONS, attention, attention_weights
 from model.ops.conv import moved, places
 from model.ops.mask import Mask
 from model.ops.scores import Bias
-from model.ops.sparse_attention import sparse_attention
+from model.ops.sparse_attention import SKIPPING, sparse_attention
 from model.positions.position import Position
 
 Arrays = dict[str, jax.Array]
@@ -108,7 +108,7 @@ class Sparse(MultiHead):
             turn = (jnp.take(q, heads, axis=2), *(x if own is None else jnp.take(x, own, axis=2) for x in (k, v)))
             options = call | dict(mask=mask, bias=of_heads(call["bias"], heads))
             if skips:
-                outputs.append(sparse_attention(*turn, **options))
+                outputs.append(sparse_attention(*turn, **options, implementation=self.implementation or SKIPPING))
             else:
                 outputs.append(attention(*turn, **options, implementation=self.implementation))
             if self.looked_into():

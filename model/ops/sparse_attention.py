@@ -18,7 +18,15 @@ from model.ops.patterns import Columns, Dilated
 SKIPPING = ("flash", "blocks")  # implementations that compute what a mask shows and little more
 
 
-def sparse_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, mask: Mask, **call: Any) -> jax.Array:
+def sparse_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    mask: Mask,
+    implementation: str | tuple[str, ...] = SKIPPING,
+    **call: Any,
+) -> jax.Array:
     """Softmax attention, `[B, L, H, V]`: dilated and column masks by moving tokens together, others by lists of blocks.
 
     Of packed documents, lists are known of masks of bounded reach; for others, and for a dilated mask with a position
@@ -26,17 +34,19 @@ def sparse_attention(q: jax.Array, k: jax.Array, v: jax.Array, *, mask: Mask, **
     """
     call = dict(q_positions=None, k_positions=None, q_segments=None, k_segments=None, bias=None) | call
     if isinstance(mask, Dilated):
-        return dilated(q, k, v, mask, **call)
+        return dilated(q, k, v, mask, implementation, **call)
     if isinstance(mask, Columns):
         return columns(q, k, v, mask, **call)
-    return attention(q, k, v, mask=mask, **call, implementation=SKIPPING)
+    return attention(q, k, v, mask=mask, **call, implementation=implementation)
 
 
-def dilated(q: jax.Array, k: jax.Array, v: jax.Array, mask: Dilated, **call: Any) -> jax.Array:
+def dilated(
+    q: jax.Array, k: jax.Array, v: jax.Array, mask: Dilated, implementation: str | tuple[str, ...], **call: Any
+) -> jax.Array:
     """Every step-th token of a row is dealt into a row of its own, and what is seen there is a window."""
     (B, L), step = q.shape[:2], mask.step
     if step == 1:
-        return sparse_attention(q, k, v, mask=mask.within(), **call)
+        return sparse_attention(q, k, v, mask=mask.within(), implementation=implementation, **call)
     n = -(-L // step)
 
     def dealt(x: jax.Array | None) -> jax.Array | None:
@@ -58,7 +68,7 @@ def dilated(q: jax.Array, k: jax.Array, v: jax.Array, mask: Dilated, **call: Any
     else:
         call |= dict(q_positions=None, k_positions=None)
     rows = {name: dealt(call[name]) for name in ("q_positions", "k_positions", "q_segments", "k_segments")}
-    y = attention(dealt(q), dealt(k), dealt(v), mask=seen, **call | rows, implementation=SKIPPING)
+    y = attention(dealt(q), dealt(k), dealt(v), mask=seen, **call | rows, implementation=implementation)
     y = jnp.swapaxes(y.reshape(B, step, n, *y.shape[2:]), 1, 2)
     return y.reshape(B, n * step, *y.shape[3:])[:, :L]
 

@@ -2,9 +2,9 @@
 
 A comparison is fair at equal numbers of parameters: `use_matched` gives an architecture as many as `attention` has at
 that size, within 3 %, embeddings and head aside. Those with an MLP have it made wider or narrower; the others have more
-layers, or are wider. Where they read both ways, state spaces (s4, s4d, s5, lru, mega) have a second map out of their
-state, up to 9 % more at tiny, 6 % at small and 3 % above that; lstm, gru and hyena, which would have more, are matched
-anew.
+layers, or are wider; those whose mixers take more layers for one turn have these, and are narrower. Where they read
+both ways, state spaces (s4, s4d, s5, lru, mega) have a second map out of their state, up to 9 % more at tiny, 6 % at
+small and 3 % above that; lstm, gru and hyena, which would have more, are matched anew.
 """
 
 from ml_collections import ConfigDict
@@ -191,8 +191,24 @@ LAYERS_AND_WIDTHS = {  # of those without an MLP
     "lstm": ((2, 80), (6, 128), (9, 256), (9, 512)),
     "gru": ((3, 76), (8, 128), (12, 256), (12, 512)),
 }
+# Layers, width and that of the MLPs, where the others have fewer layers than make one turn of the mixers.
+ONE_TURN = {
+    "jamba": {"tiny": (8, 32, 40), "small": (8, 88, 176), "medium": (8, 224, 416), "large": (8, 456, 792)},
+    "griffin": {"tiny": (3, 56, 144)},
+    "gemma3": {"tiny": (6, 40, 88), "small": (6, 104, 288)},
+}
+
+
+def of_one_turn(arch: str, size: str) -> dict[str, int]:
+    found = ONE_TURN.get(arch, {}).get(size)
+    return dict(zip(("layers", "width", "mlp_width"), found, strict=True)) if found else {}
+
+
 MATCHED = {
-    **{arch: [dict(mlp_width=n) for n in widths] for arch, widths in MLP_WIDTHS.items()},
+    **{
+        arch: [dict(mlp_width=n) | of_one_turn(arch, size) for n, size in zip(widths, SIZES, strict=True)]
+        for arch, widths in MLP_WIDTHS.items()
+    },
     **{arch: [dict(layers=n, width=w) for n, w in found] for arch, found in LAYERS_AND_WIDTHS.items()},
 }
 HALVES = {  # layers and widths of those that read each way with half the width
@@ -210,6 +226,7 @@ BOTH_WAYS = {
 def use(config: ConfigDict, arch: str) -> None:
     """Writes a named architecture into a config's model section."""
     config.model.update(choose("arch", arch, ARCHS))
+    use_layers(config, config.model.layers)
 
 
 def use_matched(config: ConfigDict, arch: str, size: str, both_ways: bool = False) -> None:
@@ -218,6 +235,11 @@ def use_matched(config: ConfigDict, arch: str, size: str, both_ways: bool = Fals
     use(config, arch)
     matched = MATCHED | BOTH_WAYS if both_ways else MATCHED
     config.model.update(shape | choose("arch", arch, matched)[list(SIZES).index(size)])
+
+
+def use_layers(config: ConfigDict, layers: int) -> None:
+    """So many, or as many as it takes for each mixer to have its turn."""
+    config.model.layers = max(layers, len(config.model.mixers))
 
 
 def read_bidirectionally(config: ConfigDict) -> None:
@@ -229,4 +251,5 @@ def read_bidirectionally(config: ConfigDict) -> None:
 def use_bare(config: ConfigDict, arch: str, width: int = 64) -> None:
     """As in Zoology: two layers, no MLP between them, nothing but the mixer to do the work."""
     use(config, arch)
-    config.model.width, config.model.layers, config.model.mlp, config.model.tied = width, 2, "none", False
+    use_layers(config, 2)
+    config.model.width, config.model.mlp, config.model.tied = width, "none", False

@@ -31,7 +31,8 @@ def get_config(argument: str = "") -> ConfigDict:
         c.model.mixers, c.model.mlp = ("rnn",), "none"
     else:
         archs.use(c, arg.arch)
-    c.model.width, c.model.layers = size["width"], 2
+    c.model.width = size["width"]
+    archs.use_layers(c, 2)
     c.data.task = "delayed_recall"
     c.data.delayed_recall = dict(length=size["length"], vocab_size=16)
     c.objective.kind = "reach"

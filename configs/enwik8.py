@@ -40,7 +40,7 @@ def get_config(argument: str = "") -> ConfigDict:
     else:
         archs.use(c, arg.arch)
         c.model.width = size["width"]
-        c.model.layers = size["layers"] * (2 if c.model.mlp == "none" else 1)
+        archs.use_layers(c, size["layers"] * (2 if c.model.mlp == "none" else 1))
     c.data.task = "text"
     c.data.text = dict(path=size["text"], length=size["length"])
     longest.use(c, size["length"])

@@ -23,9 +23,8 @@ def get_config(argument: str = "") -> ConfigDict:
     arg = parse(argument, arch="attention", length=1024, size="small")
     size = choose("size", arg.size, SIZES)
     c = base.get_config()
-    archs.use(c, arg.arch)
     c.model.update(size["model"])
-    c.model.layers = max(c.model.layers, len(c.model.mixers))
+    archs.use(c, arg.arch)
     archs.read_bidirectionally(c)
     longest.use(c, arg.length)
     c.data.task = "majority"

@@ -49,17 +49,19 @@ def get_config(argument: str = "") -> ConfigDict:
     arg = parse(argument, task="recall", arch="mamba", change="", to="", size="small")
     size, fields = choose("size", arg.size, SIZES), choose("task", arg.task, TASKS)
     task = {name: values[0] for name, values in fields.items()}
-    if arg.change:
-        choose("change", arg.change, fields)
-        task[arg.change] = _number(arg.change, arg.to, type(task[arg.change]))
-    c = base.get_config()
-    archs.use(c, arg.arch)
-    c.model.mlp, c.model.layers, c.model.tied, c.model.width = "swiglu", 2, False, size["width"]
-    c.model.dtype = size.get("dtype", "float32")
-    c.model.attention, c.model.mamba = dict(n_heads=size["width"] // 8), dict(state=4)
     if "shorter" in size:
         task["length"] //= size["shorter"]
         task |= {"n_tokens": 4} if "n_tokens" in task else {}
+    if arg.change:
+        task[arg.change] = _number(arg.change, arg.to, choose("change", arg.change, task))
+    elif arg.to:
+        raise UserError(f"config argument to is {arg.to!r}, and no change is named; allowed: change={', '.join(task)}")
+    c = base.get_config()
+    archs.use(c, arg.arch)
+    archs.use_layers(c, 2)
+    c.model.mlp, c.model.tied, c.model.width = "swiglu", False, size["width"]
+    c.model.dtype = size.get("dtype", "float32")
+    c.model.update(attention=dict(n_heads=size["width"] // 8), mamba=dict(state=4))
     c.data.task = f"mad_{arg.task}"
     c.data[c.data.task] = task
     c.batch_size = size["batch"]
@@ -71,8 +73,9 @@ def get_config(argument: str = "") -> ConfigDict:
     return c
 
 
-def _number(change: str, text: str, kind: type) -> int | float:
+def _number(change: str, text: str, usual: int | float) -> int | float:
     try:
-        return kind(text)
+        return type(usual)(text)
     except ValueError:
-        raise UserError(f"config argument to is {text!r}; {change} takes {kind.__name__}, such as 64 or 0.4") from None
+        kind = "a whole number" if isinstance(usual, int) else "a number"
+        raise UserError(f"config argument to is {text!r}; {change} takes {kind}, such as {usual}") from None

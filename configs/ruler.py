@@ -62,9 +62,8 @@ def get_config(argument: str = "") -> ConfigDict:
     size = choose("size", arg.size, SIZES)
     asked = choose("task", arg.task, size["tasks"])
     c = base.get_config()
-    archs.use(c, arg.arch)
     c.model.update(size["model"])
-    c.model.layers = max(c.model.layers, len(c.model.mixers))  # Griffin's attention is its third layer
+    archs.use(c, arg.arch)
     c.data.task = "multi_key" if arg.task == "needles" else arg.task
     c.data[c.data.task] = dict(length=size["length"], **size["words"] | asked)
     c.test_lengths = tuple(size["length"] * 2**i for i in range((size["longest"] // size["length"]).bit_length()))

@@ -51,6 +51,7 @@ def get_config(argument: str = "") -> ConfigDict:
     c = base.get_config()
     archs.use(c, arg.arch)
     c.model.update(size["model"])
+    archs.use_layers(c, c.model.layers)
     c.data.task = task
     c.data[task] = size.get(kind, {})
     c.test_lengths = size["test_lengths"].get(kind, ())

@@ -24,6 +24,7 @@ def get_config(argument: str = "") -> ConfigDict:
     c.steps, c.batch_size = 500, 16
     c.eval_every, c.checkpoint_every, c.eval_batches = 250, 250, 16
     c.best = "loss"
-    c.model.width, c.model.layers = 128, 4
+    c.model.width = 128
+    archs.use_layers(c, 4)
     c.optim.lr = 3e-3
     return c

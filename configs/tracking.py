@@ -34,7 +34,8 @@ def get_config(argument: str = "") -> ConfigDict:
     name, fields = choose("task", arg.task, TASKS)
     c = base.get_config()
     archs.use(c, arg.arch)
-    c.model.width, c.model.layers = size["width"], 2
+    c.model.width = size["width"]
+    archs.use_layers(c, 2)
     c.data.task = name
     c.data[name] = dict(length=size["length"], **fields)
     c.test_lengths = size["lengths"]

@@ -27,6 +27,7 @@ def check_stack(c: Mapping[str, Any], asked: Asked) -> None:
         raise UserError(
             "model.kind 'stack' reads both rows of a pair as one, and has no vector of each to compare; closest: towers"
         )
+    check_turns("layers", c["layers"], c["mixers"])
     check_layers(c, c["mixers"])
     if c["causal"]:
         check_causal(c, c["mixers"])
@@ -68,6 +69,9 @@ def check_encoder_decoder(c: Mapping[str, Any], asked: Asked) -> None:
         raise UserError(
             "model.causal is False, and a decoder writes forward; allowed: True, the encoder is bidirectional"
         )
+    check_turns("layers", c["layers"], c["mixers"])
+    own = "encoder_layers" if c["encoder_layers"] else "layers"
+    check_turns(own, c[own], c["encoder_mixers"] or c["mixers"])
     check_layers(c, (*c["mixers"], *c["encoder_mixers"]))
     check_causal(c, c["mixers"])
     check_bidirectional(c, c["encoder_mixers"] or c["mixers"])
@@ -93,6 +97,15 @@ def needs_source(kind: str, asked: Asked, closest: str) -> None:
         raise UserError(
             f"model.kind {kind!r} reads a source and answers it, and this task asks {asks}; allowed: tasks with a "
             f"source, such as reverse, or that ask at the end of a row, such as selective_copying; closest: {closest}"
+        )
+
+
+def check_turns(key: str, layers: int, mixers: tuple[str, ...]) -> None:
+    """Mixers cycle over the layers, and one that has no turn would be missed by nobody."""
+    if layers < len(mixers):
+        raise UserError(
+            f"model.{key} is {layers}, and {len(mixers)} mixers take turns ({', '.join(mixers)}); allowed: at least "
+            f"{len(mixers)}; closest: {len(mixers)}"
         )
 
 

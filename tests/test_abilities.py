@@ -2,6 +2,7 @@
 
 import pytest
 
+from configs import mad as mad_config
 from experiments.running import campaign, folders
 from experiments.tables import formats
 from experiments.tables.definitions import TABLES
@@ -81,7 +82,10 @@ def test_mad_has_the_published_settings():
     [
         ("mad.py:task=recal", "unknown task 'recal'; .* closest: recall"),
         ("mad.py:task=recall,change=lenght,to=64", "unknown change 'lenght'; .* closest: length"),
-        ("mad.py:task=noisy_recall,change=noise,to=much", "config argument to is 'much'; noise takes float"),
+        ("mad.py:task=noisy_recall,change=noise,to=much", "to is 'much'; noise takes a number, such as 0.2"),
+        ("mad.py:task=recall,change=length", "to is ''; length takes a whole number, such as 128"),
+        ("mad.py:task=recall,to=64", "to is '64', and no change is named; allowed: change=vocab_size, length, n_train"),
+        ("mad.py:change=length,to=3,size=smoke", "length is 3 .*; closest: 4"),
         ("tracking.py:task=s6", "unknown task 's6'; .* s5"),
         ("distance.py:trained=maybe", "unknown trained 'maybe'; .* no, yes; closest: yes"),
     ],
@@ -90,6 +94,23 @@ def test_mistakes_are_told_in_one_line(config, says):
     with pytest.raises(UserError, match=says) as error:
         configs.load(f"configs/{config}")
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size", mad_config.SIZES)
+@pytest.mark.parametrize(("change", "to"), [("n_tokens", 8), ("length", 32), ("vocab_size", 24)])
+def test_a_task_of_mad_is_changed_as_asked_at_any_size(change, to, size):
+    spec = f"task=selective_copying,size={size}"
+    usual, changed = (
+        mad_config.get_config(text).data.mad_selective_copying for text in (spec, f"{spec},change={change},to={to}")
+    )
+    assert changed.to_dict() == usual.to_dict() | {change: to}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("arch", "own"), [("mqa", {"n_kv_heads": 1}), ("window", {"window": 64})])
+def test_an_architecture_stays_itself_in_mad(arch, own):
+    assert mad_config.get_config(f"arch={arch}").model.attention.to_dict() == own | {"n_heads": 16}
 
 
 @pytest.mark.quick

@@ -50,6 +50,49 @@ def test_architectures_of_one_size_have_as_many_parameters(size, both_ways):
     assert {arch: ratio for arch, ratio in ratios.items() if abs(ratio - 1) > allowed(arch)} == {}
 
 
+SPECS = (  # of every config that takes any architecture
+    "debug.py:arch={}",
+    "distance.py:arch={}",
+    "enwik8.py:size=smoke,arch={}",
+    "enwik8.py:arch={}",
+    "listops.py:arch={}",
+    "lra.py:task=listops,arch={}",
+    "lra_speed.py:size=smoke,arch={}",
+    "mad.py:arch={}",
+    "recall.py:arch={}",
+    "ruler.py:arch={}",
+    "seq2seq.py:size=smoke,arch={}",
+    "step_speed.py:size=64,arch={}",
+    "synthetic.py:arch={}",
+    "text.py:arch={}",
+    "tracking.py:arch={}",
+)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("arch", [arch for arch in sorted(stacks()) if len(archs.ARCHS[arch]["mixers"]) > 1])
+@pytest.mark.parametrize("spec", SPECS)
+def test_every_mixer_of_an_architecture_has_its_turn(spec, arch):
+    model = configs.load(f"configs/{spec.format(arch)}").model
+    assert model.layers >= len(model.mixers) > 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("kind", "changes", "says"),
+    [
+        ("stack", dict(layers=1), r"model.layers is 1, and 2 mixers take turns \(attention, s4d\); .* at least 2"),
+        ("encoder_decoder", dict(layers=1), "model.layers is 1, and 2 mixers take turns .*; closest: 2"),
+        ("encoder_decoder", dict(encoder_layers=1), "model.encoder_layers is 1, and 2 mixers .*; closest: 2"),
+    ],
+)
+def test_a_mixer_without_a_turn_is_refused(kind, changes, says):
+    c = base.get_config()
+    c.model.update(kind=kind, mixers=("attention", "s4d"), mlp="none", **changes)
+    with pytest.raises(UserError, match=says):
+        build.build(configs.resolve(c).model.to_dict(), Asked(vocab_size=2, source=kind == "encoder_decoder"))
+
+
 def test_an_unknown_size_is_named():
     with pytest.raises(UserError, match=r"'smal'.*closest"):
         archs.use_matched(base.get_config(), "attention", "smal")

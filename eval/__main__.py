@@ -29,8 +29,8 @@ from data import SPLITS
 from eval.imported import imported
 from eval.restore import restore
 from eval.sample import Sampling
-from eval.suites import SHARED, SUITES
-from model.errors import UserError
+from eval.suites import SHARED, SMALLER, SUITES
+from model.errors import UserError, made_smaller_by
 from model.settings import Count, Name, Seed, Whole, section
 from model.weights import FAMILIES
 from train import cli, hosts
@@ -82,10 +82,11 @@ def main(argv: Sequence[str]) -> None:
         asked |= {**taken, **dict(cli.overrides())}
         hosts.same(lambda: {**asked, "jax": jax.__version__, "code": source_digest()})
         cli.use_compilation_cache()
-        if WEIGHTS.value:
-            suite(imported(WEIGHTS.value, cli.overrides()), **taken)
-        else:
-            suite(restore(WORKDIR.value, str(STEP.value), cli.overrides()), **taken)
+        with made_smaller_by(SMALLER[SUITE.value]):
+            if WEIGHTS.value:
+                suite(imported(WEIGHTS.value, cli.overrides()), **taken)
+            else:
+                suite(restore(WORKDIR.value, str(STEP.value), cli.overrides()), **taken)
 
 
 def options(suite: Callable[..., None]) -> dict[str, Any]:

@@ -22,4 +22,11 @@ SUITES: dict[str, Callable[..., None]] = {
     "export": exported,
 }
 
+# What makes them smaller, where there is no room.
+SMALLER_BATCH = "lower --config.batch_size, or share out by --config.mesh.fsdp"
+SMALLER = dict.fromkeys(SUITES, SMALLER_BATCH) | {
+    "attention": "lower --examples, or shorten --prompt",
+    "generate": "lower --tokens, or shorten --prompt",
+    "export": "share out by --config.mesh.fsdp",
+}
 SHARED = ("accuracy",)  # those that many processes can share; the others look at a few rows, and one does

@@ -18,9 +18,9 @@ loop, startup, profile and determinism take --config=FILE, which may be repeated
 architectures; for determinism nine of width 128 in bfloat16, or --archs=gla,kda), and --config.KEY=VALUE; all take
 --out=FILE, where rows go as JSON lines, and for all but the first two a table beside them, with the ending md; for
 scaling a picture too, with the ending png.
-Of attention, scan, state, step and decode --only='case=fire;n=8192' measures a part, by what names its rows. Where bits
-differ, or a pod config does not fit, the exit code is 1. Call scaling or pods again with the same --out to take it up
-where it stopped; with --mixed, after the code has changed.
+Of attention, scan, state, step and decode --only='case=fire;n=8192' measures a part, by what names its rows, which take
+their places among those that are in --out. Where bits differ, or a pod config does not fit, the exit code is 1. Call
+scaling or pods again with the same --out to take it up where it stopped; with --mixed, after the code has changed.
 """
 
 import json
@@ -153,9 +153,13 @@ def kernels_table(rows: list[dict]) -> str:
 
 
 def rows_before(name: str) -> list[dict]:
-    """Of a bench that goes on where it stopped, the rows that need not be measured again."""
+    """What stays of the rows in --out: of a bench that goes on where it stopped, and around a part."""
     lasting = {"scaling": scaling, "pods": pods}
-    return lasting[name].kept(Path(OUT.value), MIXED.value) if name in lasting and OUT.value else []
+    if OUT.value and name in lasting:
+        return lasting[name].kept(Path(OUT.value), MIXED.value)
+    if OUT.value and ONLY.value is not None:
+        return part.rows_before(Path(OUT.value), {"bench": name, "device": provenance()["device"]})
+    return []
 
 
 def specs() -> list[str]:
@@ -234,17 +238,21 @@ def main(argv: list[str]) -> int:
         folders.check_writable(out)
     if argv[1] == "scaling":
         scaling.share_the_device()
-    rows = rows_before(argv[1])
+    rows, nothing = rows_before(argv[1]), True
     for row, text in bench():
         print(text, flush=True)
-        rows.append({"bench": argv[1], **provenance(), **row})
+        row, nothing = {"bench": argv[1], **provenance(), **row}, False
+        if argv[1] in COMPARED:
+            part.put(rows, row, COMPARED[argv[1]].SHEET.names)
+        else:
+            rows.append(row)
         if out:  # row by row: what is measured stays, whatever happens to the next
             write_text(out, "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
             if argv[1] in MARKDOWN:
                 write_text(out.with_suffix(".md"), MARKDOWN[argv[1]](rows))
     if out and rows and argv[1] in PICTURES:
         PICTURES[argv[1]](rows, out.with_suffix(".png"))
-    if ONLY.value is not None and not rows:
+    if ONLY.value is not None and nothing:
         raise UserError(f"--only={ONLY.value} leaves nothing to measure")
     return int(not all(row.get("identical", True) and row.get("fits", True) for row in rows))
 

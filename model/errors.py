@@ -1,7 +1,8 @@
 """Mistakes a user can make, told in one line."""
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -9,8 +10,23 @@ class UserError(Exception):
     """A mistake in what the user asked for; commands print its one line and exit with code 2."""
 
 
-# What makes a run smaller, told where it does not fit.
+class NoRoom(MemoryError):
+    """Memory that could not be had, and what would take less."""
+
+
+# What makes a run smaller, told where it does not fit and nothing else is said to.
 LESS_MEMORY = "lower batch_size, raise optim.accumulate, keep less by model.kept=matmuls, or share out by mesh.fsdp"
+
+
+@contextlib.contextmanager
+def made_smaller_by(advice: str) -> Iterator[None]:
+    """What is told where there is no room for what is done meanwhile."""
+    try:
+        yield
+    except Exception as error:
+        if lacking := out_of_memory(error):
+            raise NoRoom(f"{lacking}; {advice}") from error
+        raise
 
 
 def out_of_memory(error: BaseException) -> str | None:
@@ -35,6 +51,8 @@ def told(error: BaseException) -> tuple[int, str] | None:
     lacking, nowhere = out_of_memory(error), no_device(error)
     if isinstance(error, UserError):
         code, text = 2, str(error)
+    elif isinstance(error, NoRoom):
+        code, text = 1, str(error)
     elif lacking:
         code, text = 1, f"{lacking}; {LESS_MEMORY}"
     elif nowhere:

@@ -249,6 +249,13 @@ def test_a_ring_needs_devices_that_share_the_length():
         attention(q, q, q, implementation="ring")
 
 
+def test_a_ring_is_among_the_choices_where_devices_share_the_length():
+    q = jnp.zeros((1, 64, 1, 8))
+    here = meshes.in_force(meshes.mesh_of("cpu", sequence=4))
+    with here, pytest.raises(UserError, match="choose from ring, xla, tiled, "):
+        attention(q, q, q, implementation="splash")
+
+
 def test_what_is_gathered_is_told_once(caplog):
     """Of two layers, and of the one row that a model is initialised with and a batch; and whose doing it is."""
     sharing.say.cache_clear()

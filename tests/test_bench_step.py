@@ -1,5 +1,6 @@
 """The benches of training steps and of kernels: programs compiled cold and warm, rows that make tables."""
 
+import json
 import subprocess
 import sys
 
@@ -36,6 +37,24 @@ def test_a_part_is_measured_by_what_names_its_rows():
     assert len(measured("n=64")) == 4 and len(measured("contender=xla,tiled")) == 8
     with pytest.raises(UserError, match="unknown case 'fir'; choose from causal, fire; closest: fire"):
         measured("case=fir")
+    with pytest.raises(UserError, match="unknown n 100; choose from 64, 128; closest: 128"):
+        measured("n=100")
+    with pytest.raises(UserError, match="write KEY=VALUE,VALUE, for example case=fire"):
+        measured("fire")
+
+
+@pytest.mark.quick
+def test_a_part_takes_its_place_among_the_rows_of_before(tmp_path):
+    file, names, here = tmp_path / "rows.jsonl", ("case", "n"), {"bench": "attention", "device": "cpu"}
+    assert part.rows_before(file, here) == []
+    before = [here | {"case": case, "n": n, "ms": 1} for case in ("causal", "fire") for n in (64, 128)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in before))
+    rows = part.rows_before(file, here)
+    part.put(rows, before[2] | {"ms": 2}, names)
+    part.put(rows, before[2] | {"n": 256}, names)
+    assert rows == [*before[:2], before[2] | {"ms": 2}, before[3], before[2] | {"n": 256}]
+    with pytest.raises(UserError, match="has rows of device cpu, and these are of bench attention, device H200; "):
+        part.rows_before(file, here | {"device": "H200"})
 
 
 @pytest.mark.quick

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from model.command import run as run_main
-from model.errors import LESS_MEMORY, UserError
+from model.errors import LESS_MEMORY, NoRoom, UserError
 from tests.processes import ROOT, fork, run
 
 CONFIG = "--config=configs/debug.py"
@@ -139,6 +139,7 @@ LACKING = RuntimeError("Unable to initialize backend 'cuda': no GPU\n(set JAX_PL
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
         (LACKING, 2, "error: Unable to initialize backend 'cuda': no GPU (set JAX_PLATFORMS='')\n"),
         (MemoryError("a"), 1, f"error: out of memory: a; {LESS_MEMORY}\n"),
+        (NoRoom("out of memory: a; lower b"), 1, "error: out of memory: a; lower b\n"),
         (UserError("batch_size is\n  3"), 2, "error: batch_size is 3\n"),
         (OSError("not a gzipped file"), 2, "error: not a gzipped file\n"),
         (OSError(28, "No space left on device", "runs/a"), 2, "error: cannot use runs/a: No space left on device\n"),

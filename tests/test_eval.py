@@ -394,6 +394,13 @@ def test_an_empty_bin_has_no_accuracy():
 
 
 @one_run
+def test_what_there_is_no_room_for_is_told_with_what_makes_it_smaller(recall_run):
+    command = fork("eval", f"--workdir={recall_run}", "--suite=generate", "--prompt=1 2", "--tokens=2000000000")
+    assert (command.wait(), command.stdout, command.stderr.count("\n")) == (1, "", 1)
+    assert "error: out of memory: " in command.stderr and "; lower --tokens, or shorten --prompt" in command.stderr
+
+
+@one_run
 def test_mistakes_end_in_one_line_and_exit_code_2(recall_run):
     run = f"--workdir={recall_run}"
     cases = {

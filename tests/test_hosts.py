@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from model.errors import LESS_MEMORY, UserError, told
+from model.errors import LESS_MEMORY, NoRoom, UserError, made_smaller_by, told
 from tests.processes import fork
 from train import join
 from train.line import LOST
@@ -141,3 +141,6 @@ def test_a_lack_of_memory_is_told_in_a_line_with_what_to_do():
         jnp.zeros(2**50, jnp.uint8).block_until_ready()
     lacking = "out of memory: Out of memory allocating 1125899906842624 bytes"
     assert told(found.value) == (1, f"{lacking}; {LESS_MEMORY}")
+    with pytest.raises(NoRoom) as found, made_smaller_by("lower --tokens"):
+        jnp.zeros(2**50, jnp.uint8).block_until_ready()
+    assert told(found.value) == (1, f"{lacking}; lower --tokens")

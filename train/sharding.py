@@ -132,7 +132,10 @@ def check_batch(mesh: Mesh, rules: Rules, batch_size: int, length: int, accumula
             f"{product(rules, 'batch')} = {rows}; closest that does: {near}"
         )
     if length % pieces:
-        raise UserError(f"length {length} does not divide over {product(rules, 'length')} = {pieces}")
+        near = max(pieces, round(length / pieces) * pieces)
+        raise UserError(
+            f"length {length} does not divide over {product(rules, 'length')} = {pieces}; closest that does: {near}"
+        )
 
 
 def product(rules: Rules, name: str) -> str:

@@ -73,7 +73,7 @@ def read_list(text: str) -> list[Setting]:
 def pick(runs: Sequence[RunSpec], text: str) -> list[RunSpec]:
     """Of these runs those with the labels or seeds that the text asks for, and those that they begin with."""
     kept = list(runs)
-    for key, values in axes("only", text):
+    for key, values in axes("only", text, example="arch=attention,mamba"):
         there = {str(run.coordinates[key]): run.coordinates[key] for run in runs if key in run.coordinates}
         choose("label", key, {name: None for run in runs for name in run.coordinates})
         wanted = [choose(key, str(value), there) for value in values]
@@ -98,11 +98,11 @@ def split(text: str, separator: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def axes(flag: str, text: str) -> list[tuple[str, list[Value]]]:
+def axes(flag: str, text: str, example: str = "") -> list[tuple[str, list[Value]]]:
     """`KEY=VALUE,VALUE;KEY=VALUE` as keys and their values."""
     found = []
     for part in split(text, ";"):
-        key, values = _key_and_text(flag, part)
+        key, values = _key_and_text(flag, part, example)
         texts = split(values, ",")
         if not all(texts):
             raise UserError(f"--{flag}={text} has an empty value for {key}; write KEY=VALUE,VALUE")
@@ -116,10 +116,10 @@ def _pair(flag: str, text: str) -> Setting:
     return {key: read_value(value)}
 
 
-def _key_and_text(flag: str, text: str) -> tuple[str, str]:
+def _key_and_text(flag: str, text: str, example: str = "") -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not (equals and key.strip(": ") and value.strip()):
-        example = "arch=attention,mamba" if flag == "only" else "optim.lr=1e-3,3e-3"
+        example = example or "optim.lr=1e-3,3e-3"
         raise UserError(f"--{flag} cannot read {text!r}; write KEY=VALUE,VALUE, for example {example}")
     return key.strip(), value
 

@@ -8,6 +8,7 @@ A query sees a key of its own document (segment 0, padding, sees and is seen by 
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -170,9 +171,15 @@ def attention(
     part, and what it is picked by is that part.
     """
     form, o = prepare(q, k, v, **call)
-    shared = sharing.share(form, o, call["bias"].axes if form.bias else None, implementation)
-    chosen = pick(implementation, shared.form, shared.seen, with_lse)
-    with running("attention", next(name for name, can in IMPLEMENTATIONS.items() if can is chosen)):
+    share = partial(sharing.share, form, o, call["bias"].axes if form.bias else None)
+
+    def can(name: str) -> bool:
+        alone = share(name)
+        return not lacking(name, alone.form, alone.seen, with_lse)
+
+    shared = share(implementation)
+    chosen = pick(implementation, shared.form, shared.seen, with_lse, can)
+    with running("attention", next(name for name, each in IMPLEMENTATIONS.items() if each is chosen)):
         out, *lse = sharing.on_each_device(chosen.run, shared, outputs=2 if with_lse else 1)
     out = out.reshape(*q.shape[:3], v.shape[-1])
     return (out, lse[0].reshape(q.shape[:3])) if with_lse else out
@@ -311,10 +318,17 @@ def together(features: frozenset[str]) -> str:
     return " with ".join(meaning for feature, meaning in FEATURES.items() if feature in features)
 
 
-def pick(given: str | tuple[str, ...] | None, form: Form, o: Operands, with_lse: bool) -> Implementation:
+def pick(
+    given: str | tuple[str, ...] | None,
+    form: Form,
+    o: Operands,
+    with_lse: bool,
+    can: Callable[[str], bool] = lambda name: True,
+) -> Implementation:
     """The implementation asked for, if it can serve; else the first fused one that can and is fast, else by size.
 
-    `o` is what one device holds; shapes are enough.
+    `o` is what one device holds; shapes are enough. `can`: whether one could serve if it were asked for, as the mesh
+    then shares out the call.
     """
     call = (form, o, with_lse)
     if isinstance(given, tuple):
@@ -324,7 +338,7 @@ def pick(given: str | tuple[str, ...] | None, form: Form, o: Operands, with_lse:
         if reasons := lacking(given, *call):
             raise UserError(
                 f"attention implementation {given!r} cannot serve {'; '.join(reasons)}; "
-                f"leave it unset, or choose from {', '.join(n for n in IMPLEMENTATIONS if not lacking(n, *call))}"
+                f"leave it unset, or choose from {', '.join(filter(can, IMPLEMENTATIONS))}"
             )
         return chosen
     for name in ("ring", "splash", "cudnn", "flash_decode", "flash"):

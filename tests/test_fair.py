@@ -120,6 +120,21 @@ def test_targets_go_with_the_length_they_were_counted_at():
     assert "rests on 40 (length 8), 80 (length 16) targets" in note
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["lra", "lra_medium"])
+def test_what_is_said_of_published_numbers_of_a_column_stands_below_those(name):
+    shown, small = (table.layout(TABLES[name], scale) for scale in ("smoke", "small"))
+    (said,) = small.remarks.values()
+    for layout, task, arch, stands in (
+        (small, "text", "s4d", True),
+        (small, "text", "mlstm", False),  # of which nothing is published
+        (small, "pathfinder", "s4d", False),
+        (shown, "text", "s4d", False),
+    ):
+        made = sheet([row({"arch": arch, "task": task}, 0, 0.5)], replace(layout, tuned=()))
+        assert (said in formats.arrange(made).notes) == stands
+
+
 # What stands beside each other
 
 

@@ -152,12 +152,15 @@ def test_reviews_are_bytes_cut_at_the_length_and_padded_below_it(made):
 
 
 def test_validation_is_held_out_or_as_the_benchmarks_have_it_the_test_set(made):
-    honest, benchmark = made("imdb", n_validation=10), made("imdb", n_validation=10, validation="test")
+    honest, benchmark = made("imdb", n_validation=10), made("imdb", validation="test")
     assert not {*reviews(honest, "validation")} & {*reviews(honest, "train"), *reviews(honest, "test")}
     assert benchmark.sizes() == {"train": 100, "validation": 40, "test": 40}
     assert reviews(benchmark, "validation") == reviews(benchmark, "test") == reviews(honest, "test")
     assert reviews(benchmark, "train") == reviews(honest, "train") + reviews(honest, "validation")
     assert honest.baselines() == {"majority": 0.5}
+    says = r"n_validation is 7, but validation='test' holds none out; closest: 2500, or validation=held_out"
+    with pytest.raises(UserError, match=says):
+        made("imdb", n_validation=7, validation="test")
 
 
 def test_characters_that_are_common_have_ids_by_how_common_they_are(made, monkeypatch):
@@ -214,7 +217,8 @@ def test_released_expressions_are_read_as_they_are(released):
     assert batch["targets"].tolist() == [max(2, (i // 10 + 1) % 10, i % 10) for i in range(50)]
     assert {task.attributes["depth"][i] for i in batch["attr_depth"]} == {"3"}
     assert {task.attributes["length"][i] for i in batch["attr_length"]} == {"8-15"}
-    assert set(task.baselines()) == {"majority", "root operator"} and task.baselines()["majority"] < 1
+    values = batch["targets"]  # the training trees are the same, and all have MAX at the root
+    assert task.baselines() == dict.fromkeys(("majority", "root operator"), np.bincount(values).max() / 50)
 
 
 @pytest.mark.parametrize("source", ["law", "released"])

@@ -82,6 +82,7 @@ def notes(sheet: Sheet) -> list[str]:
         *(f"Mixed: {told}." for told in sheet.mixed),
         *(f"[{number}] {source}" for source, number in _number_sources(sheet).items()),
         *(f"Changed on the way: {run}: {how}" for run, how in sorted(changed.items())),
+        *(layout.remarks[column] for column in _quoted(sheet) if column in layout.remarks),
         *([layout.note] if layout.note else []),
     ]
 
@@ -200,10 +201,14 @@ def _metric(sheet: Sheet) -> str:
 
 def _beside(sheet: Sheet, scores: Sequence[str], published: Sequence[str]) -> list[str]:
     """What stands in a line for each column: its score, and the published number if any line of it has one."""
-    columns = zip(*sheet.lines.values(), strict=True)
-    quoted = [any(cell and cell.published for cell in cells) for cells in columns]
-    pairs = zip(scores, published, quoted, strict=True)
-    return [text for score, quote, both in pairs for text in ([score, quote] if both else [score])]
+    quoted, triples = _quoted(sheet), zip(sheet.columns, scores, published, strict=True)
+    return [text for column, *both in triples for text in (both if column in quoted else both[:1])]
+
+
+def _quoted(sheet: Sheet) -> list[Any]:
+    """The columns in which any line has a published number."""
+    columns = zip(sheet.columns, zip(*sheet.lines.values(), strict=True), strict=True)
+    return [column for column, cells in columns if any(cell and cell.published for cell in cells)]
 
 
 def _quote(cell: Cell | None, sheet: Sheet) -> str:

@@ -45,6 +45,7 @@ class Layout:
     published: Mapping[tuple[str, ...], Published] = field(default_factory=dict)  # (*by, across) values -> number
     title: str = ""
     note: str = ""  # stands below
+    remarks: Mapping[Any, str] = field(default_factory=dict)  # column -> stands below if it has published numbers
     against: str = ""  # the cost that the picture's horizontal axis is; none: a label
 
     @property

@@ -41,7 +41,10 @@ class Table:
     published: Callable[[str], Quotes] = lambda scale: {}  # scale -> numbers
     # Other metrics of the same runs, each in a folder of its own beside the table's files, and what is published of it.
     also: Mapping[str, Callable[[str], Quotes]] = field(default_factory=dict)
-    note: str = ""  # what others have published that is no number of this table's
+    # What is to be known of its numbers, or was published that is none of them; or that by scale.
+    note: str | Mapping[str, str] = ""
+    # Column -> how what is published of it differs from ours; stands below where a number of it is.
+    remarks: Mapping[Value, str] = field(default_factory=dict)
     against: str = ""  # a cost that the plot sets the metric against
     part_of: str = ""  # the table that takes this one along
 
@@ -99,6 +102,7 @@ def layout(table: Table, scale: str) -> Layout:
         order=order,
         published=table.published(scale),
         title=title,
-        note=table.note,
+        note=table.note if isinstance(table.note, str) else table.note.get(scale, ""),
+        remarks=table.remarks,
         against=table.against,
     )

@@ -26,8 +26,10 @@ def get_config(argument: str = "") -> ConfigDict:
     D, H = size["width"], size["heads"]
     K = D // H
     c = enwik8.get_config(f"arch={choose('keys', arg.keys, {'heads': 'attention', 'latent': 'mla'})},size={arg.size}")
-    if arg.n < 1:
-        raise UserError(f"config argument n is {arg.n}; allowed: at least 1; closest: 1")
+    most, of = (H, "heads") if arg.keys == "heads" else (D, "the width")
+    if not 1 <= arg.n <= most:
+        near = min(max(arg.n, 1), most)
+        raise UserError(f"config argument n is {arg.n}; allowed: 1 to {most} ({of}); closest: {near}")
     if arg.keys == "heads":
         c.model.attention.n_kv_heads = arg.n
         saved = 2 * D * (H - arg.n) * K

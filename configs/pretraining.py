@@ -9,11 +9,13 @@ architectures are apart. Feeds the table `self_pretraining`.
 
 `masked` hides tokens, or real numbers, that a bidirectional model names; `causal` asks a causal one for the next token.
 Classes are read off the mean of all tokens, as in the paper, and not off a vector that the first run would not have.
-A recipe's batch norms are layer norms in causal models.
+A recipe's batch norms are layer norms in causal models. Tasks of pairs (retrieval, links) are only learned from
+scratch.
 """
 
 from ml_collections import ConfigDict
 
+from data import TASKS
 from model.errors import UserError, choose
 
 STARTS = ("scratch", "pretrain_masked", "pretrain_causal", "from_masked", "from_causal")
@@ -25,6 +27,10 @@ def use(config: ConfigDict, start: str, tokens: bool, rate: float) -> None:
     choose("start", start, dict.fromkeys(STARTS))
     if start == "scratch":
         return
+    if TASKS[config.data.task].pair:
+        raise UserError(
+            f"config argument start is {start!r}, and data.task={config.data.task} reads pairs; allowed: start=scratch"
+        )
     if start.endswith("causal") and not tokens:
         near = start.replace("causal", "masked")
         raise UserError(

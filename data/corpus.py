@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.prepared import in_a_set, open_set
 from model.errors import UserError
 
 SEPARATOR = 0  # between files: no text holds a zero byte, so a model can see that another file begins
@@ -62,6 +63,15 @@ class Corpus:
     def chunks(self, size: int = 1 << 22) -> Iterator[np.ndarray]:
         """All of it, in order."""
         return (self.read(start, min(size, self.size - start)) for start in range(0, self.size, size))
+
+
+def check_there(key: str, path: str, need: str) -> None:
+    """Refuses a text that is not there; of a prepared set that is not, by the command that makes it."""
+    if Path(path).expanduser().exists():
+        return
+    if stored := in_a_set(path):
+        open_set(stored.root, stored.name)
+    raise UserError(f"{key} {path!r} does not exist; {need}")
 
 
 def open_corpus(path: Path) -> Corpus:

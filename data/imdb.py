@@ -53,7 +53,10 @@ class Imdb(Stored):
     def check(self) -> None:
         super().check()
         n = len(self.stored.arrays["train_labels"])
-        self.bound("n_validation", 1, n - 1, f"{n:,} training reviews")
+        if self.validation == "test":
+            self.refuse_unread(("n_validation",), "validation='test' holds none out", "validation=held_out")
+        else:
+            self.bound("n_validation", 1, n - 1, f"{n:,} training reviews")
 
     @property
     def vocab_size(self) -> int:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
-from data.corpus import Corpus, open_corpus
+from data.corpus import Corpus, check_there, open_corpus
 from data.haystack import ASK, FIRST, STOP, Haystack, depth, different, hide, repeated
 from data.task import SPLITS, Example
 from model.errors import UserError
@@ -82,13 +82,13 @@ class Needles(Haystack):
         need = self.n_hidden * self.width + len(self.asked_places) - 1
         self.bound("length", need, why=f"needles of {self.width} tokens, the questions and their answers")
         if self.path:
+            self.refuse_unread(("fillers",), "the fillers of a path's text are its bytes", "path=''")
             self.check_text()
 
     def check_text(self) -> None:
         room = self.haystack - self.n_hidden * self.width
         need = f"length {self.length} needs a text of at least {HELD_OUT * (room + 1):,} bytes"
-        if not Path(self.path).expanduser().exists():
-            raise UserError(f"data.{self.name}.path {self.path!r} does not exist; {need}")
+        check_there(f"data.{self.name}.path", self.path, need)
         if self.corpus.size < HELD_OUT * (room + 1):
             raise UserError(f"data.{self.name}.path {self.path!r} has only {self.corpus.size:,} bytes; {need}")
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 from collections import Counter
@@ -21,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -44,6 +45,20 @@ class PreparedSet:
 
 def folder(root: str | Path, name: str) -> Path:
     return Path(root).expanduser() / "prepared" / name
+
+
+class SetFile(NamedTuple):
+    """A file of a prepared set: ROOT/prepared/NAME/FILE."""
+
+    root: str
+    name: str
+    file: str
+
+
+def in_a_set(path: str) -> SetFile | None:
+    """A path into a prepared set; None: it is none."""
+    found = re.fullmatch(r"(?:(.*)/)?prepared/([^/]+)/([^/]+)", path)
+    return SetFile(found[1] or ".", found[2], found[3]) if found else None
 
 
 class Unprepared(UserError):
@@ -165,6 +180,8 @@ class Writer:
                 path.unlink()
         new = functools.partial(np.lib.format.open_memmap, mode="w+", dtype=np.uint8)
         self.filled = opened if done else {name: new(self._path(name), shape=shape) for name, shape in shapes.items()}
+        for name in self.filled:
+            _reserve(self._path(name))
         return done
 
     def note_done(self, n: int) -> None:
@@ -240,6 +257,13 @@ class Growing:
         facts = {"descr": self.dtype.str, "fortran_order": False, "shape": (self.n, *self.shape)}
         np.lib.format.write_array_header_1_0(self.file, facts)
         return self.file.tell()
+
+
+def _reserve(path: Path) -> None:
+    """Takes the room of a whole file: a full disk is an error here, and kills a process that writes to mapped pages."""
+    if hasattr(os, "posix_fallocate"):  # macOS has none
+        with open(path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
 
 
 def _sync(place: Path) -> None:

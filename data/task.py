@@ -161,3 +161,10 @@ class Task:
         raise UserError(
             f"data.{self.name}.{field} is {value}; allowed: {allowed}{why and f' ({why})'}; closest: {near}"
         )
+
+    def refuse_unread(self, names: Iterable[str], why: str, instead: str) -> None:
+        """Raises UserError where one of these fields, which nobody reads, was changed."""
+        for name in names:
+            value, usual = getattr(self, name), self.__dataclass_fields__[name].default
+            if value != usual:
+                raise UserError(f"data.{self.name}.{name} is {value}, but {why}; closest: {usual}, or {instead}")

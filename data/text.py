@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 
 from data import bins
-from data.corpus import Corpus, open_corpus
+from data.corpus import Corpus, check_there, open_corpus
 from data.task import Example, Task
 from model.errors import UserError
 from model.settings import Length, within
@@ -65,8 +65,7 @@ class Text(Task):
         asked = f"length {L} needs a text of at least {need:,} bytes"
         if not self.path:
             raise UserError(f"data.text.path is not set; give a text file or a folder of them ({asked})")
-        if not Path(self.path).expanduser().exists():
-            raise UserError(f"data.text.path {self.path!r} does not exist; {asked}")
+        check_there("data.text.path", self.path, asked)
         if not all(self.windows(self.corpus.size).values()):
             has = f"has only {self.corpus.size:,} bytes" if self.corpus.size else "is empty"
             raise UserError(f"data.text.path {self.path!r} {has}; {asked}")

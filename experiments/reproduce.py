@@ -10,6 +10,7 @@ the tables. `--config.KEY=VALUE` holds for all runs, and the table's title says 
 with --mixed, and it says so.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -17,7 +18,7 @@ from typing import Literal
 from absl import flags
 
 from experiments.running import campaign, cost, expand, folders
-from experiments.running.runs import Value, read_value
+from experiments.running.runs import RunSpec, Value, read_value, texts
 from experiments.tables import rows, sources
 from experiments.tables.definitions import TABLES
 from experiments.tables.layout import sheet
@@ -26,6 +27,7 @@ from experiments.tables.table import SCALES, Table, choose_scale, layout, with_a
 from model.errors import UserError, choose
 from model.settings import Count, Name
 from train import cli
+from train import config as configs
 from train.revision import revision
 from train.workdir import refuse_remote
 
@@ -83,6 +85,7 @@ def part_of_plan(table: Table, out: Path | None) -> Part:
     runs = runs if ROOT.value is None else campaign.below(runs, out, ROOT.value)
     planned = campaign.plan(runs, out)
     for repeat in campaign.repeats(runs, planned):
+        refuse_varied(table, asked)
         raise UserError(f"table {table.name} asks for one config twice, the second time as {repeat}")
     if not MIXED.value and campaign.unfinished(planned, out):
         there = [row for row in rows.collect(out) if row["run"] in planned] if out.is_dir() else []
@@ -93,6 +96,17 @@ def part_of_plan(table: Table, out: Path | None) -> Part:
 def changed() -> dict[str, Value]:
     """What the command line overrides in every run."""
     return {key: read_value(text) for key, text in cli.overrides()}
+
+
+def refuse_varied(table: Table, asked: Sequence[RunSpec]) -> None:
+    """Refuses what the command line overrides in every run and the table sets otherwise from run to run."""
+    for key, value in changed().items():
+        own = dict.fromkeys(configs.flatten(configs.load(run.config, texts(run))).get(key) for run in asked)
+        if len(own) > 1:
+            raise UserError(
+                f"table {table.name} varies {key} itself ({', '.join(map(str, own))}), and --config.{key}={value} "
+                f"makes its runs the same; leave it out, or pick some of them by --only"
+            )
 
 
 def to_run(part: Part) -> str:

@@ -133,7 +133,7 @@ def test_what_is_not_there_is_told(source, folder, tmp_path):
         with pytest.raises(UserError, match=words):
             train(load(*SHORT, ("init.path", path)), str(tmp_path / "run"))
     for change in (("init.step", "best"), ("init.fresh", "embed/.*")):
-        with pytest.raises(UserError, match=r"and init\.path is empty"):
+        with pytest.raises(UserError, match=r"init\.path is empty; .*; closest: --config\.init\.path=FOLDER of"):
             train(load(*SHORT, change), str(tmp_path / "run"))
     with pytest.raises(UserError, match=r"no step '3' in .*; closest: 2"):
         train(load(*SHORT, ("init.path", str(source)), ("init.step", "3")), str(tmp_path / "run"))

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from configs import extension, sinks
+from configs import enwik8, extension, sinks
 from data.text import Text
 from eval.restore import restore
 from experiments.running import campaign
@@ -43,6 +43,18 @@ def test_small_caches_are_not_small_models(book):
     by_heads = [size for (keys, _), (_, size) in found.items() if keys == "heads"]
     assert by_heads == sorted(by_heads, reverse=True) and by_heads[0] - by_heads[1] == 2 * (by_heads[1] - by_heads[2])
     assert min(state) == found["latent", 64][1]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size", enwik8.SIZES)
+@pytest.mark.parametrize(("keys", "most"), [("heads", "heads"), ("latent", "width")])
+def test_a_cache_is_no_larger_than_what_is_in_it(keys, most, size, book):
+    most = enwik8.SIZES[size][most]
+    text = [("data.text.path", str(book)), ("data.text.length", "16"), ("batch_size", "8")]
+    prepare(configs.load(f"configs/heads.py:keys={keys},n={most},size={size}", text))
+    for n, near in ((0, 1), (most + 1, most), (100_000, most)):
+        with pytest.raises(UserError, match=rf"argument n is {n}; allowed: 1 to {most} \(.*\); closest: {near}$"):
+            configs.load(f"configs/heads.py:keys={keys},n={n},size={size}")
 
 
 @pytest.mark.quick

@@ -205,6 +205,12 @@ def test_folders_that_cannot_be_packed(sweep, tmp_path):
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.quick
+def test_a_folder_that_cannot_be_made_is_called_as_it_was_given(sweep):
+    with pytest.raises(UserError, match=r"^cannot make the folder /proc/x: .*; give another --out$"):
+        pack(sweep, Path("/proc/x"), SIZE)
+
+
 @pytest.mark.scale
 def test_a_run_goes_on_from_a_pack_bit_for_bit(tmp_path):
     """Its folder is lost with the machine; the step that validation chose may have been before that."""

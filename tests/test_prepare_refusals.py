@@ -1,6 +1,7 @@
 """Published sets that are not as released: refused in one line, with nothing left that a later run would trust."""
 
 import dataclasses
+import errno
 import gzip
 import os
 import re
@@ -240,6 +241,19 @@ def test_a_missing_image(tmp_path):
     del files["pathfinder32/curv_contour_length_9/imgs/9/sample_0.png"]
     sets.put(tmp_path, files)
     assert "imgs/9/sample_0.png is in the metadata but not in" in refused(small("lra_pathfinder32"), tmp_path)
+
+
+def test_a_disk_without_room_for_the_pictures(tmp_path, monkeypatch):
+    """They are written through mapped pages, and one that the disk has no room for would kill the process."""
+
+    def full(file: int, start: int, size: int) -> None:
+        assert (start, size) == (0, os.fstat(file).st_size), "all of it is asked for"
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    sets.put(tmp_path, sets.curves(1))
+    monkeypatch.setattr(os, "posix_fallocate", full, raising=False)
+    part = tmp_path / "prepared" / ".lra_pathfinder32.part"
+    assert refused(small("lra_pathfinder32"), tmp_path) == f"cannot write {part}: {os.strerror(errno.ENOSPC)}"
 
 
 def test_digits_of_a_wrong_size(tmp_path):

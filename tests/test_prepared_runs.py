@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from data import TASKS
-from data.prepared import folder
+from data import TASKS, build
+from data.prepared import Unprepared, folder
 from experiments.running import campaign, folders
 from experiments.running.runs import RunSpec
 from experiments.tables.definitions import TABLES
@@ -58,6 +58,13 @@ def test_other_changes_are_no_move(key, old, new):
 def test_a_set_that_is_named_by_its_path_may_move(task):
     assert places.moved(f"data.{task}.path", f"a/{ENWIK8}", f"b/{ENWIK8}")
     assert not places.moved(f"data.{task}.path", f"a/{ENWIK8}", "b/prepared/enwik9/bytes.npy")
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("task", [name for name, task in TASKS.items() if "path" in task.__dataclass_fields__])
+def test_a_set_that_is_named_by_its_path_is_missed_as_any_other(task):
+    with pytest.raises(Unprepared, match=r"no prepared set 'enwik8' below 'a b'; make it by: .* enwik8 --root='a b'"):
+        build(task, {"path": f"a b/{ENWIK8}"})
 
 
 @pytest.mark.quick

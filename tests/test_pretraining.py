@@ -120,6 +120,14 @@ def test_real_numbers_have_no_next_token(spec, part):
         configs.load(f"{spec},start={part}_causal")
 
 
+@pytest.mark.parametrize("task", ["retrieval", "links"])
+@pytest.mark.parametrize("start", pretraining.STARTS[1:])
+def test_pairs_are_only_learned_from_scratch(task, start):
+    with pytest.raises(UserError, match=f"start is '{start}', and data.task=.* reads pairs; allowed: start=scratch"):
+        configs.load(f"configs/lra.py:task={task},start={start}")
+    configs.load(f"configs/lra.py:task={task},start=scratch")
+
+
 def test_an_unknown_start_is_named():
     with pytest.raises(UserError, match=r"'from_mask'.*closest: from_masked"):
         settings("from_mask")

@@ -225,7 +225,8 @@ def test_majority_is_that_of_the_upper_half_and_of_the_last_token_where_halves_a
 def test_a_haystack_of_text_is_a_stretch_of_the_splits_part(tmp_path, split):
     text = np.arange(60_000, dtype=np.uint32).astype(">u2").tobytes()  # no two stretches are alike
     (tmp_path / "book").write_bytes(text)
-    task = build("needle", WORDS | {"length": 40, "path": str(tmp_path / "book")})
+    words = {"names": 30, "values": 20, "length": 40}
+    task = build("needle", words | {"path": str(tmp_path / "book")})
     first, end = {"train": (0, 108_000), "validation": (108_000, 114_000), "test": (114_000, 120_000)}[split]
     for e in examples(task, split, 64):
         row = Row(e)
@@ -236,9 +237,9 @@ def test_a_haystack_of_text_is_a_stretch_of_the_splits_part(tmp_path, split):
     assert task.vocab_size == row.values.stop + 256
     other = tmp_path / "other"
     other.write_bytes(text)
-    assert build("needle", WORDS | {"length": 40, "path": str(other)}).fingerprint(0) == task.fingerprint(0)
+    assert build("needle", words | {"path": str(other)}).fingerprint(0) == task.fingerprint(0)
     other.write_bytes(text[:60_003] + b"?" + text[60_004:])  # in no example that the fingerprint looks at
-    assert build("needle", WORDS | {"length": 40, "path": str(other)}).fingerprint(0) != task.fingerprint(0)
+    assert build("needle", words | {"path": str(other)}).fingerprint(0) != task.fingerprint(0)
 
 
 @pytest.mark.quick
@@ -279,6 +280,15 @@ def test_mistakes_are_told_in_one_line(name, section, says):
     with pytest.raises(UserError, match=says) as error:
         build(name, section)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["needle", "multi_key", "multi_value", "multi_query"])
+def test_a_text_has_its_own_fillers(name, book):
+    says = rf"data.{name}.fillers is 16, but the fillers of .* its bytes; closest: 64, or path=''"
+    with pytest.raises(UserError, match=says):
+        build(name, {"path": str(book), "fillers": 16})
+    assert build(name, {"path": str(book), "length": 64, "fillers": 64}).vocab_size == 2 + 64 + 64 + 256
 
 
 # --- depth by length ---

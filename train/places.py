@@ -2,20 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ml_collections import ConfigDict
 
 import data
-from data.prepared import Unprepared, open_set
-
-
-class Stored(NamedTuple):
-    """A file of a prepared set: ROOT/prepared/NAME/FILE."""
-
-    root: str
-    name: str
-    file: str
+from data.prepared import Unprepared, in_a_set, open_set
 
 
 def below(config: ConfigDict, root: str) -> dict[str, str]:
@@ -46,9 +38,3 @@ def lacking(config: ConfigDict) -> tuple[str, str] | None:
     except Unprepared as error:
         return error.root, error.name
     return None
-
-
-def in_a_set(path: str) -> Stored | None:
-    """A path into a prepared set; None: it is none."""
-    found = re.fullmatch(r"(?:(.*)/)?prepared/([^/]+)/([^/]+)", path)
-    return Stored(found[1] or ".", found[2], found[3]) if found else None

@@ -40,7 +40,10 @@ def find(run: Run) -> Source | None:
     if not c.path:
         for key, usual in (("fresh", ()), ("step", "latest")):
             if c[key] != usual:
-                raise UserError(f"init.{key} is {c[key]!r}, and init.path is empty; allowed: {usual!r}")
+                raise UserError(
+                    f"init.{key} is {c[key]!r}, and init.path is empty; allowed: {usual!r}; "
+                    "closest: --config.init.path=FOLDER of the run to begin with"
+                )
         return None
     folder = Path(c.path)
     if not folder.is_dir():

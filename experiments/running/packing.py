@@ -168,7 +168,10 @@ def _made(out: Path) -> Iterator[Path]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} is there already; give an --out that is not")
     folders.make(out.parent)
-    made = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        made = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    except OSError as error:  # which names the folder that was not asked for
+        raise UserError(f"cannot make the folder {out}: {error.strerror}; give another --out") from error
     try:
         yield made
         made.chmod(0o755)

@@ -59,6 +59,37 @@ def test_rows_of_a_bench_stay_when_the_disk_is_full(room, full, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "rows.md"}
 
 
+PART = """
+from experiments import bench
+from experiments.measurements import attention_speed
+from train import cli
+
+def measure(rounds, part):
+    rows = ({"case": case, "n": 2048, "contender": "xla", "forward_ms": MS} for case in ("causal", "fire"))
+    yield from filter(part, rows)
+
+attention_speed.measure = measure
+cli.run(bench.main)
+"""
+
+
+def test_a_part_is_measured_anew_among_the_rows_of_before(tmp_path):
+    file = tmp_path / "rows.jsonl"
+
+    def measured(ms, *only):
+        words = [sys.executable, "-c", PART.replace("MS", str(ms)), "attention", f"--out={file}", *only]
+        return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+    for ms, only in ((1, ()), (2, ("--only=case=fire",))):
+        assert measured(ms, *only).returncode == 0
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(row["case"], row["forward_ms"]) for row in rows] == [("causal", 1), ("fire", 2)]
+    assert file.with_suffix(".md").read_text().count("| xla |") == 2
+    file.write_text(json.dumps(rows[0] | {"device": "H200"}))
+    refused = measured(3, "--only=case=fire")
+    assert (refused.returncode, refused.stdout) == (2, "") and "has rows of device H200, and these" in refused.stderr
+
+
 def test_startup_is_timed_twice_with_one_new_cache(monkeypatch):
     """A stand-in that is slow as long as the cache is empty."""
     program = (

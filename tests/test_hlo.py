@@ -164,9 +164,15 @@ def test_a_sum_of_which_each_device_takes_its_part_is_scattered():
     assert found == {"all-gather": 16 * 32 * 4, "reduce-scatter": 16 * 32 * 4}
 
 
-# As compilers of accelerators write: layouts with tiles, operands with types, fusions, exchanges in two halves.
+# As accelerators' compilers write: layouts with tiles, operands with types, fusions, exchanges in two halves, and what
+# another core computes.
 TEXT = """
 HloModule step
+
+%there (p: bf16[8,16]) -> bf16[8,8] {
+  %p = bf16[8,16]{1,0} parameter(0)
+  ROOT %g = bf16[8,8]{1,0} dot(%p, %p), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}, execution_thread="sparsecore"
 
 %fused (p0: bf16[8,16], p1: bf16[16,32]) -> bf16[8,32] {
   %p0 = bf16[8,16]{1,0:T(8,128)(2,1)} parameter(0)
@@ -195,6 +201,7 @@ ENTRY %main (a: s32[], b: bf16[8,16], c: bf16[4,32]) -> (s32[], bf16[8,16], bf16
   %b = bf16[8,16]{1,0} parameter(1)
   %c = bf16[4,32]{1,0} parameter(2)
   %k = bf16[8,16]{1,0} custom-call(%b), custom_call_target="tpu_custom_call"
+  %o = ((bf16[8,16]{1,0}), bf16[8,8]{1,0}, u32[]) call-start(%b), async_execution_thread="sparsecore", to_apply=%there
   %t = (s32[], bf16[8,16]{1,0}, bf16[4,32]{1,0}) tuple(%a, %k, %c)
   ROOT %l = (s32[], bf16[8,16]{1,0}, bf16[4,32]{1,0}) while(%t), condition=%condition, body=%body, TRIPS
 }
@@ -204,7 +211,7 @@ ENTRY %main (a: s32[], b: bf16[8,16], c: bf16[4,32]) -> (s32[], bf16[8,16], bf16
 @pytest.mark.quick
 def test_programs_of_accelerators_are_read():
     found = hlo.work(TEXT)
-    assert (found.flops, found.kernels, found.open_loops) == (7 * 2 * 8 * 16 * 32, 1, 0)
+    assert (found.flops, found.kernels, found.open_loops) == (7 * 2 * 8 * 16 * 32 + 2 * 8 * 8 * 16, 1, 0)
     assert found.collectives == (hlo.Collective("all-gather", (0, 1, 2, 3), size=7 * 2 * 16 * 32, count=7),)
 
 

@@ -24,6 +24,7 @@ COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "coll
 ARRAY = re.compile(r"\b([a-z]+\d*(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 LINE = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = (.*)")
 HEADER = re.compile(r"\s*(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{\s*$")
+CLOSED = re.compile(r"\s*\}(, execution_thread=.*)?$")  # with the name of the core, if it is another
 OPCODE = re.compile(r"\s*([\w\-]+)\(")
 TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
@@ -124,7 +125,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
             if header := HEADER.match(line):
                 current = Computation(header[2], {})
                 entry = header[2] if header[1] else entry
-        elif line.strip() == "}":
+        elif CLOSED.match(line):
             computations[current.name] = current
             current = None
         elif found := instruction(line):
@@ -322,7 +323,7 @@ class Tally:
                 self.loop(each, inside, around)
             elif each.opcode == "conditional":
                 self.choice(each, around)
-            elif each.opcode in ("call", "fusion", "async-start"):
+            elif each.opcode in ("call", "fusion", "async-start", "call-start"):
                 for inner in called(each, "to_apply") + called(each, "calls"):
                     self.visit(inner, around)
             elif each.opcode == "custom-call":

@@ -50,6 +50,22 @@ def test_a_mean_over_settings_is_that_of_the_best_run_of_each():
 
 
 @pytest.mark.quick
+def test_a_mean_names_the_rate_that_all_its_settings_chose_and_counts_the_other_runs():
+    found = [
+        scored("a", setting, lr, validation=lr / 4, test=0.5 if setting == "short" else 0.25 * lr)
+        for setting in ("short", "long")
+        for lr in (1, 2)
+    ]
+    shown = Layout("test/accuracy", ("arch",), tuned=("lr",), averaged=("setting",))
+    cells = formats.arrange(sheet(found, shown)).body[0]
+    assert cells[1:4] == ["50.0 (lr 2)", "0 of 1", "0 of 2"]
+    found[1] = scored("a", "short", 2, validation=0.5, test=None)  # so that its rate is 1
+    made = sheet(found, shown)
+    assert formats.arrange(made).body[0][1:4] == ["50.0", "0 of 1", "1 of 2"]
+    assert ",,2,1," in formats.comma_separated(made), "no rate, two other runs, one of which failed"
+
+
+@pytest.mark.quick
 def test_mad_has_the_published_settings():
     table = TABLES["mad"]
     runs = [run for run in table.runs("paper") if run.labels["arch"] == "mamba"]

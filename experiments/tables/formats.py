@@ -156,7 +156,7 @@ def comma_separated(sheet: Sheet) -> str:
             found = [layout.metric, summary.mean, summary.spread, summary.n, summary.failed]
             more = {"changed": len(cell.changed), "targets": cell.targets and cell.targets[0]} | dict(cell.chosen)
             more |= {"others": len(cell.others), "others_failed": len(cell.others_failed)}
-            found += [more[name] for name in marked]
+            found += [more.get(name) for name in marked]
             quote = [published.value, published.source] if published else [None, None]
             writer.writerow([*place, *found, *costs, *trivial, *quote])
     return text.getvalue()

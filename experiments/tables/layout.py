@@ -64,7 +64,7 @@ class Cell:
     failed: frozenset[str]  # those of them without a number
     changed: Mapping[str, str]  # those that count, but changed their config on the way, and how
     targets: tuple[int, int] | None  # fewest, most that a seed's score rests on; None: some run did not count them
-    chosen: Mapping[str, Any]  # of the tuned labels
+    chosen: Mapping[str, Any]  # of the tuned labels; not of those that differ among what is averaged
     tried: int  # settings of the tuned labels
     others: frozenset[str]  # runs of the settings that were not chosen
     others_failed: frozenset[str]
@@ -99,14 +99,15 @@ def sheet(rows: Sequence[Row], layout: Layout) -> Sheet:
         raise UserError(
             f"rows of one cell differ in {', '.join(mixed)}, not only in seed; name it in --by, --across or --tune"
         )
-    chosen = _averages(kept, keys, layout.metric) if layout.averaged else kept
-    places, tried = group(chosen, keys), group(rows, keys)
+    chosen, tried = group(kept, keys), group(rows, keys)
+    places = group(_averages(kept, keys, layout.metric), keys) if layout.averaged else chosen
     columns = _ordered({place[-1] for place in places}, layout.across, layout) if layout.across else (None,)
     lines = {}
     for line in _lines(places, layout):
         at = [(*line, column) if layout.across else line for column in columns]
         lines[line] = tuple(
-            _cell(places[place], tried[place], place, layout) if place in places else None for place in at
+            _cell(places[place], chosen[place], tried[place], place, layout) if place in places else None
+            for place in at
         )
     trained = sorted({row["length"] for row in kept if "length" in row}) if lengths else ()
     baselines = _baselines(kept, columns, layout)
@@ -152,15 +153,15 @@ def _averages(rows: Sequence[Row], keys: Sequence[str], metric: str) -> list[Row
     return out
 
 
-def _cell(rows: Sequence[Row], tried: Sequence[Row], place: tuple, layout: Layout) -> Cell:
-    """A cell of the rows that were chosen for it, of those that were tried."""
+def _cell(rows: Sequence[Row], chosen: Sequence[Row], tried: Sequence[Row], place: tuple, layout: Layout) -> Cell:
+    """A cell of these rows, which are those that were chosen for it or their means, of those that were tried."""
     data = {row["data_fingerprint"] for row in rows if "data_fingerprint" in row}
     if len(data) > 1:
         raise UserError(f"rows of {' '.join(map(plain, place))} were made on different data: {sorted(data)}")
     counted = [row for row in rows if summarise([row], layout.metric).n]
     costs = {cost: [row[cost] for row in counted if row.get(cost) is not None] for cost in COSTS}
     targets = [row.get("targets", {}).get(layout.metric) for row in counted]
-    others = [row for row in tried if not any(row is one for one in rows)]
+    others = [row for row in tried if not any(row is one for one in chosen)]
     return Cell(
         summary=summarise(rows, layout.metric),
         seeds=tuple((row["seed"], row["metrics"][layout.metric]) for row in counted),
@@ -170,11 +171,17 @@ def _cell(rows: Sequence[Row], tried: Sequence[Row], place: tuple, layout: Layou
         failed=frozenset(row["run"] for row in rows) - {row["run"] for row in counted},
         changed={row["run"]: how for row in counted if (how := changed(row))},
         targets=span(targets) if None not in targets else None,
-        chosen={key: rows[0]["labels"].get(key) for key in layout.tuned},
+        chosen=_shared(chosen, layout.tuned),
         tried=len(group(tried, layout.tuned)),
         others=frozenset(row["run"] for row in others),
         others_failed=frozenset(row["run"] for row in others if score(row, layout.metric) is None),
     )
+
+
+def _shared(rows: Sequence[Row], keys: Sequence[str]) -> dict[str, Any]:
+    """Those of the labels that have one value in all rows."""
+    values = {key: [row["labels"].get(key) for row in rows] for key in keys}
+    return {key: found[0] for key, found in values.items() if all(value == found[0] for value in found)}
 
 
 def _lines(places: Iterable[tuple], layout: Layout) -> list[tuple]:

@@ -50,6 +50,9 @@ class Adding(Task):
         return {"distance": bins.labels(self.length - 1)}  # between the two marks
 
     def baselines(self) -> dict[str, float]:
-        """Of the sum's law, a triangle, the largest part; and with one of the numbers, any part of [x, x + 1)."""
+        """Of the sum's law, a triangle, the largest part; and with one of the numbers, any part of [x, x + 1).
+
+        Of two classes none lies in there whole: the larger share of one, from a half to all.
+        """
         part = 2 / self.n_classes
-        return {"majority": part - part**2 / 2, "one of the two": part}
+        return {"majority": part - part**2 / 2, "one of the two": part if self.n_classes > 2 else 3 / 4}

@@ -37,6 +37,16 @@ def test_adding_asks_for_the_part_that_the_marked_numbers_add_up_to():
     assert task.baselines()["one of the two"] == 2 / C
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("C", [2, 4, 10])
+def test_adding_knows_how_far_one_of_the_two_numbers_leads(C):
+    x = np.linspace(0, 1, 10_001)[:, None]  # the one that is known
+    low = np.arange(C) * 2 / C
+    right = np.minimum(low + 2 / C, x + 1) - np.maximum(low, x)  # how often a class is, behind it
+    told = build("adding", {"n_classes": C}).baselines()["one of the two"]
+    assert told == pytest.approx(right.max(1).mean(), rel=1e-3)
+
+
 # --- shapes ---
 
 

@@ -50,7 +50,7 @@ def get_config(argument: str = "") -> ConfigDict:
     elif arg.size == "8x1b3":
         raise UserError("size 8x1b3 is of arch 'moe' alone; closest: 1b3")
     if not 128 <= arg.length <= LONGEST or arg.length & (arg.length - 1):
-        near = 2 ** min(max(round(arg.length).bit_length() - 1, 7), 20)
+        near = min((2**n for n in range(7, 21)), key=lambda power: abs(power - arg.length))
         raise UserError(f"length is {arg.length}; it takes a power of two from 128 to {LONGEST}; closest: {near}")
     c = base.get_config()
     use(c, arg.arch, "1b3" if arg.arch == "moe" else arg.size)

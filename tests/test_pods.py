@@ -63,6 +63,8 @@ def test_meshes_take_all_chips_and_batches_divide(target):
         ("arch=moe,size=7b", "8x1b3"),
         ("arch=mamba", "closest: mamba2"),
         ("length=3000", "closest: 2048"),
+        ("length=8191", "closest: 8192"),
+        ("length=1", "closest: 128"),
     ],
 )
 def test_what_is_no_pod_config_is_refused(argument, told):

@@ -71,6 +71,24 @@ def test_scores_are_those_of_an_evaluation_at_that_length(tmp_path, capsys, monk
     ]
 
 
+def test_trivial_scores_are_those_of_each_length():
+    """A mix of lengths is tested with a quarter of a row pairs, so that the longer a row, the more values it shows."""
+    sizes = (("train", "((16, 2, 64),)"), ("test", "((16, 2), (32, 8))"), ("length", "32"), ("vocab_size", "64"))
+    run = prepare(configs.load("configs/based_recall.py:size=smoke", [(f"data.mqar_mix.{k}", v) for k, v in sizes]))
+    known = loop.baselines_at(run, {length: at_length(run, length) for length in (16, 32, 64)})
+    assert {length: found["any value shown"] for length, found in known.items()} == {
+        "16": 1 / 4,
+        "32": 1 / 8,
+        "64": 1 / 16,
+    }
+    assert loop.baselines_at(run, {32: run}) == {}, "its own need not be said twice"
+    metrics = {f"test/length_{length}/accuracy": 0.5 for length in (16, 32, 64)}
+    tested = row({"arch": "a"}, 0, 0.5, baselines=run.objective.baselines(), length_baselines=known)
+    made = sheet([{**tested, "metrics": metrics}], Layout("test/accuracy", ("arch",), across="length"))
+    assert [low for low, _ in made.baselines["any value shown"]] == [1 / 4, 1 / 8, 1 / 16]
+    assert [low for low, _ in made.baselines["chance"]] == [1 / 32] * 3
+
+
 def test_only_a_lack_of_memory_is_no_reason_to_stop():
     def broken(*_):
         raise jax.errors.JaxRuntimeError("INTERNAL: it broke")

@@ -86,6 +86,8 @@ def test_collect_misses_no_run(tmp_path):
         {"params": "many"},
         {"length": {}},
         {"baselines": {"chance": "low"}},
+        {"length_baselines": {"64": 0.5}},
+        {"length_baselines": {"64": {"chance": "low"}}},
         {"targets": 5},
         {"untested": {"long": "out of memory"}},
         {"changes": [5]},

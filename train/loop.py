@@ -224,9 +224,16 @@ def tested(
         "targets": found.targets | at_others.targets | in_stream,
         "slices": found.slices | at_others.slices,
         "untested": lacking,
+        "length_baselines": baselines_at(run, lengths),
         "test_at": test_at,
         "tested_step": at,
     }
+
+
+def baselines_at(run: Run, lengths: Mapping[int, Run]) -> dict[str, dict[str, float]]:
+    """Trivial scores at the lengths where they are not those of the run's own: more may be shown in longer rows."""
+    found = {str(length): other.objective.baselines() for length, other in lengths.items()}
+    return {length: scores for length, scores in found.items() if scores != run.objective.baselines()}
 
 
 def untested(c: ConfigDict, scores: dict[str, float]) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def read_rows(path: Path) -> list[Row]:
 Number = int | float | None
 PARTS = {"run": str, "status": str, "labels": dict, "metrics": dict, "seed": Number}
 FURTHER = {
-    **dict.fromkeys(("targets", "untested", "baselines", "data"), dict),
+    **dict.fromkeys(("targets", "untested", "baselines", "length_baselines", "data"), dict),
     **dict.fromkeys(("changes", "revisions"), list),
     **dict.fromkeys(("length", "params", "state_bytes", "steps_per_s"), Number),
     "data_fingerprint": str | None,
@@ -103,8 +103,13 @@ def oddity(row: Any) -> str | None:
     for key, kind in (PARTS | FURTHER).items():
         if key in row and not isinstance(row[key], kind):
             return f"{key} is {shown(row[key])}"
-    for part in ("metrics", "targets", "baselines"):
-        for name, value in row.get(part, {}).items():
+    parts = {part: row.get(part, {}) for part in ("metrics", "targets", "baselines")}
+    for length, found in row.get("length_baselines", {}).items():
+        if not isinstance(found, dict):
+            return f"length {length} of its length_baselines is {shown(found)}"
+        parts[f"length_baselines at {length}"] = found
+    for part, values in parts.items():
+        for name, value in values.items():
             if not isinstance(value, Number):
                 return f"{name} of its {part} is {shown(value)}"
     for name, value in row["labels"].items():
@@ -160,6 +165,7 @@ def unfold(rows: Sequence[Row]) -> list[Row]:
     return [
         {**row, "labels": {**row["labels"], "length": length}}
         | {key: _at_length(row[key], length) for key in ("metrics", "targets") if key in row}
+        | {"baselines": row.get("length_baselines", {}).get(str(length), row.get("baselines", {}))}
         for place in group(rows, varying(rows)).values()
         for row in place
         for length in _lengths(place) or every

@@ -3,9 +3,10 @@
     python -m experiments.pack runs/lra --out=packs/lra [--size-mib=16] [--checkpoints=all]
     python -m experiments.pack packs/lra --unpack --out=runs/lra
 
-A run's folder or a folder of runs goes in. Packed are their configs, logs and results, and of those that are not over
-the newest checkpoint and the best; --checkpoints=all takes along those of finished runs too. Then the command that
-made the folder goes on there. Every part is checked before anything is unpacked, into a folder that must be new.
+A run's folder or a folder of runs goes in. Packed are their configs, logs and results, and of those that are not over,
+or that others have yet to begin with, the newest checkpoint and the best; --checkpoints=all takes along those of all
+finished runs. Then the command that made the folder goes on there. Every part is checked before anything is unpacked,
+into a folder that must be new.
 """
 
 from pathlib import Path

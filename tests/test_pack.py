@@ -13,6 +13,7 @@ import pytest
 
 from experiments.running import folders, packing
 from experiments.running.packing import INDEX, pack, unpack
+from experiments.running.runs import RunSpec
 from model.errors import UserError
 from tests.processes import fork
 from tests.test_nothing_lost import losses
@@ -79,6 +80,20 @@ def test_what_a_run_needs_comes_out_as_it_was(sweep, tmp_path):
     assert contents(tmp_path / "alone").keys() >= {"config.json", "checkpoints/00000030/manifest.json"}
     again = pack(sweep, tmp_path / "again", SIZE)
     assert again == index, "the same runs make the same pack"
+
+
+@pytest.mark.quick
+def test_a_run_that_others_have_yet_to_begin_with_keeps_its_checkpoints(tmp_path):
+    first = {"scaling": "none", "tuned": "no"}
+    runs = [RunSpec("x.py", {"seed": seed}, {"scaling": "yarn"}, source=first) for seed in (0, 1)]
+    for run, status in zip(runs, (None, "finished"), strict=True):
+        make(tmp_path / "runs" / run.source_name, "finished")
+        folders.claim(make(tmp_path / "runs" / f"yarn-{run.overrides['seed']}", status), run, "x")
+    pack(tmp_path / "runs", tmp_path / "pack", SIZE)
+    unpack(tmp_path / "pack", tmp_path / "new")
+    found = {path.name: steps(path / "checkpoints") for path in (tmp_path / "new").iterdir()}
+    names = [run.source_name for run in runs]
+    assert found == {names[0]: [30], names[1]: [], "yarn-0": [20, 30], "yarn-1": []}
 
 
 @pytest.mark.quick

@@ -19,8 +19,10 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from experiments.running import folders
+from experiments.running.runs import RunSpec
 from model.errors import UserError
 from train import checkpoint, goodput, manifest
+from train import config as configs
 from train.workdir import sync_folder, write_text
 
 INDEX = "pack.json"
@@ -33,10 +35,15 @@ CHUNK = 2**20
 def pack(folder: Path, out: Path, size: int, all_checkpoints: bool = False) -> dict[str, Any]:
     """Packs the run in a folder, or the runs in the folders in it, into files of at most `size` bytes; the index.
 
-    Runs that are over go without their checkpoints, unless asked for with them.
+    Runs that are over go without their checkpoints, unless asked for with them, or others have yet to begin with them.
     """
     runs = find_runs(folder)
-    chosen = {path.relative_to(folder).as_posix(): path for run in runs for path in files(run, all_checkpoints)}
+    begun = {run.parent / source_name(run) for run in runs if not over(run)}
+    chosen = {
+        path.relative_to(folder).as_posix(): path
+        for run in runs
+        for path in files(run, all_checkpoints or run in begun)
+    }
     with _made(out) as made:
         parts, found = _Parts(made, size), {}
         with (
@@ -73,12 +80,22 @@ def find_runs(folder: Path) -> list[Path]:
     return found
 
 
-def files(run: Path, all_checkpoints: bool) -> list[Path]:
+def over(run: Path) -> bool:
+    """Whether a run has come to its end; one that diverged has not."""
+    result = folders.read_json(run / "result.json", status=str)
+    return result is not None and result["status"] != "nonfinite"
+
+
+def source_name(run: Path) -> str:
+    """The folder, beside a run's, of the run that it begins with; empty where a sweep asked for none."""
+    asked = configs.tuples(folders.read_json(run / "run.json") or {})
+    return RunSpec("", asked.get("overrides", {}), {}, asked.get("source")).source_name
+
+
+def files(run: Path, with_checkpoints: bool) -> list[Path]:
     """Those of a run's files that are packed: of its checkpoints the newest whole one, and the best."""
     small = [run / name for name in SMALL if (run / name).is_file()]
-    result = folders.read_json(run / "result.json", status=str)
-    over = result is not None and result["status"] != "nonfinite"
-    if over and not all_checkpoints:
+    if over(run) and not with_checkpoints:
         return small
     directory, damaged = run / "checkpoints", {}
     for step in reversed(checkpoint.steps(directory)):

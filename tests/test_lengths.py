@@ -235,6 +235,12 @@ def test_many_lines_in_a_picture_all_look_different(tmp_path, monkeypatch):
     assert len({(to_hex(line.get_color()), line.get_linestyle()) for line in drawn}) == 14
     assert axis.get_xscale() == "log" and axis.get_xlabel() == "length"
     assert [text.get_text() for text in axis.texts] == ["trained", "chance"]
+    assert [list(line.get_ydata()) for line in axis.lines if line.get_color() == plot.GREY][1:] == [[0.1, 0.1]]
+    for one in made:
+        one["length_baselines"] = {"32": {"chance": 0.2}}
+    plot.plot(sheet(made, Layout("test/accuracy", ("position",), "length")), tmp_path / "plot.png")
+    (axis,) = kept[1].axes
+    assert [list(line.get_ydata()) for line in axis.lines if line.get_color() == plot.GREY][1:] == [[0.1, 0.2, 0.1]]
 
 
 @pytest.mark.quick

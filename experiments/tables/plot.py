@@ -121,16 +121,29 @@ def _lines(axis: Axes, sheet: Sheet, column: int, label: str, curves: Curves) ->
         axis.set_ylabel(sheet.layout.metric.replace("/", " "))
     if sheet.layout.is_share:
         axis.set_ylim(-0.02, 1.04)
-    for name, at in _trivial(sheet, column):
-        axis.axhline(at, color=GREY, linestyle=":", linewidth=1)
+    for name, points in _trivial_curves(sheet, column, label).items():
+        level = points[0][1]
+        if all(at == level for _, at in points):
+            axis.axhline(level, color=GREY, linestyle=":", linewidth=1)
+        else:
+            axis.plot(*zip(*points, strict=True), color=GREY, linestyle=":", linewidth=1)
         axis.annotate(
             name,
-            (0.01, at),
+            (0.01, level),
             xycoords=("axes fraction", "data"),
             fontsize=7,
             color=GREY,
             va="bottom",
         )
+
+
+def _trivial_curves(sheet: Sheet, column: int, label: str) -> dict[str, list[tuple[Any, float]]]:
+    """Trivial scores at every column, where the columns are the horizontal axis; else at this one."""
+    columns = range(len(sheet.columns)) if label == sheet.layout.across else [column]
+    curves = {
+        name: [(sheet.columns[i], spans[i][1]) for i in columns if spans[i]] for name, spans in sheet.baselines.items()
+    }
+    return {name: points for name, points in curves.items() if points}
 
 
 def _numbers(values: Iterable[Any]) -> bool:

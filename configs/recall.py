@@ -6,7 +6,7 @@ Feeds the table `recall`, which takes the best of several learning rates and set
 8, 16 and 64 pairs come in rows of 64, 128, 256 and 512 tokens, and attention has one head, as published. `size=paper`
 has the published vocabulary of 8,192, 64 epochs of 100,000 examples, plain AdamW, and learned positions for attention;
 it lacks the dropout of a tenth of embeddings and of attention's weights. `size=small`, for one accelerator, has a
-vocabulary of 128, fresh examples and rotary positions; `size=smoke` shows on a CPU that it runs.
+vocabulary of 128 (256 for 64 pairs), fresh examples and rotary positions; `size=smoke` shows on a CPU that it runs.
 """
 
 from ml_collections import ConfigDict
@@ -16,6 +16,7 @@ from configs.argument import parse
 from model.errors import choose
 
 LENGTHS = {4: 64, 8: 128, 16: 256, 64: 512}  # by pairs
+IDS = 4  # in the vocabulary for each pair, at least
 EPOCH = 100_000  # examples, in the published setting
 SIZES = {  # a step has at most `batch` examples and `tokens` tokens
     "smoke": dict(task=dict(vocab_size=64), steps=200, batch=32, tokens=2**14, lr=4e-3),
@@ -33,6 +34,7 @@ def get_config(argument: str = "") -> ConfigDict:
     length = choose("number of pairs", arg.pairs, LENGTHS)
     c.data.task = "mqar"
     c.data.mqar = dict(length=length, n_pairs=arg.pairs, **size["task"])
+    c.data.mqar.vocab_size = max(c.data.mqar.vocab_size, IDS * arg.pairs)
     c.batch_size = min(size["batch"], size["tokens"] // length)
     c.steps = size["steps"] if "steps" in size else size["epochs"] * EPOCH // c.batch_size
     c.eval_every = c.checkpoint_every = max(100, c.steps // 20)

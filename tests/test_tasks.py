@@ -7,11 +7,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from configs import recall
 from data import SPLITS, Task, build
 from data.listops import KNOWN, TOKENS, guessed, sampled
 from data.pipeline import batch_at
 from model.errors import UserError
 from tests.test_data import SHORT_LISTOPS, examples, holds
+from train import config as configs
 
 # --- MQAR ---
 
@@ -58,6 +60,15 @@ def test_mqar_gaps_follow_the_power_law_without_replacement():
     for column, law in zip(gaps.T, (p, np.array(second)), strict=True):
         share = np.bincount(column, minlength=space) / n
         assert np.abs((share - law) / np.sqrt(law * (1 - law) / n)).max() < 3.5
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("size", recall.SIZES)
+def test_every_number_of_pairs_of_the_recall_config_can_be_asked(size):
+    for pairs, length in recall.LENGTHS.items():
+        section = configs.load(f"configs/recall.py:pairs={pairs},size={size}").data.mqar.to_dict()
+        assert build("mqar", section).length == length
+        assert section["vocab_size"] == recall.SIZES[size]["task"]["vocab_size"] or pairs == 64
 
 
 # --- selective copying and induction ---

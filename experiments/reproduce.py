@@ -87,6 +87,7 @@ def part_of_plan(table: Table, out: Path | None) -> Part:
     for repeat in campaign.repeats(runs, planned):
         refuse_varied(table, asked)
         raise UserError(f"table {table.name} asks for one config twice, the second time as {repeat}")
+    refuse_misnamed(table, asked)
     if not MIXED.value and campaign.unfinished(planned, out):
         there = [row for row in rows.collect(out) if row["run"] in planned] if out.is_dir() else []
         sources.refuse_other_code(there, revision(), str(out))
@@ -101,12 +102,29 @@ def changed() -> dict[str, Value]:
 def refuse_varied(table: Table, asked: Sequence[RunSpec]) -> None:
     """Refuses what the command line overrides in every run and the table sets otherwise from run to run."""
     for key, value in changed().items():
-        own = dict.fromkeys(configs.flatten(configs.load(run.config, texts(run))).get(key) for run in asked)
-        if len(own) > 1:
+        found = dict.fromkeys(own(run, key) for run in asked)
+        if len(found) > 1:
             raise UserError(
-                f"table {table.name} varies {key} itself ({', '.join(map(str, own))}), and --config.{key}={value} "
+                f"table {table.name} varies {key} itself ({', '.join(map(str, found))}), and --config.{key}={value} "
                 f"makes its runs the same; leave it out, or pick some of them by --only"
             )
+
+
+def refuse_misnamed(table: Table, asked: Sequence[RunSpec]) -> None:
+    """Refuses to override in every run what its label says: the table would name a setting that it did not have."""
+    for key, value in changed().items():
+        label = key.rpartition(".")[2]
+        named = {run.labels[label]: run for run in asked if label in run.labels and own(run, key) == run.labels[label]}
+        if named.keys() - {value}:
+            raise UserError(
+                f"table {table.name} calls its runs by {label} ({', '.join(map(str, named))}), and "
+                f"--config.{key}={value} makes them others; leave it out; closest: --config.{key}={next(iter(named))}"
+            )
+
+
+def own(run: RunSpec, key: str) -> Value:
+    """What a run of the table has there itself."""
+    return configs.flatten(configs.load(run.config, texts(run))).get(key)
 
 
 def to_run(part: Part) -> str:

@@ -36,6 +36,13 @@ def test_mistakes_are_one_line_and_exit_code_2(tmp_path):
         ("experiments.reproduce", "lra", "--config.optim.lr=1", out): "table lra varies optim.lr itself (0.001, 0.004)",
         (
             "experiments.reproduce",
+            "lra",
+            "--only=lr=0.001",
+            "--config.optim.lr=0.005",
+            out,
+        ): "closest: --config.optim.lr=0.001",
+        (
+            "experiments.reproduce",
             "recall",
             "--scale=smoke",
             "--config.model.width=32",

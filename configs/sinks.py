@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from configs import enwik8
 from configs.argument import parse
-from model.errors import UserError, choose
+from model.errors import UserError, choose, closest
 
 SIZES = {  # length of rows and of the cache; of the document
     "smoke": (64, 4096),
@@ -39,9 +39,9 @@ def get_config(argument: str = "") -> ConfigDict:
     elif arg.cache.isdecimal() and int(arg.cache) < length:
         c.model.attention.update(window=length - int(arg.cache), sink_tokens=int(arg.cache))
     else:
-        raise UserError(
-            f"config argument cache is {arg.cache!r}; allowed: all, recompute, or how many first bytes, below {length}"
-        )
+        near = f"; closest: {length - 1}" if arg.cache.isdecimal() else closest(arg.cache, ("all", "recompute"))
+        allowed = f"all, recompute, or how many first bytes, below {length}"
+        raise UserError(f"config argument cache is {arg.cache!r}; allowed: {allowed}{near}")
     return c
 
 

@@ -94,6 +94,9 @@ def test_caches_of_one_size():
     assert sinks.get_config("cache=recompute,size=smoke").stream.recompute == 64
     with pytest.raises(UserError, match="allowed: all, recompute, or how many first bytes, below 64"):
         sinks.get_config("cache=64,size=smoke")
+    for cache, near in (("1000", "63"), ("recomput", "recompute")):
+        with pytest.raises(UserError, match=f"cache is '{cache}'; allowed: .*, below 64; closest: {near}$"):
+            sinks.get_config(f"cache={cache},size=smoke")
 
 
 @pytest.mark.scale

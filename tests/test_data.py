@@ -212,10 +212,12 @@ def test_fingerprint_changes_with_anything_that_changes_the_data(task, monkeypat
             other = next(name for name in one_of if name != value)
         else:
             other = OTHERWISE[field.name] if isinstance(value, tuple) else value + step
+        held_out = {"n_validation": 2500} if (task.name, field.name) == ("imdb", "validation") else {}  # of none
         try:
-            prints.add(dataclasses.replace(task, **{field.name: other}).fingerprint(0))
+            prints.add(dataclasses.replace(task, **{field.name: other}, **held_out).fingerprint(0))
         except UserError:
-            assert (task.name, field.name) == ("scifar", "protocol"), "a token has no colours"
+            bytes_alone = field.name == "fillers" and task.path
+            assert bytes_alone or (task.name, field.name) == ("scifar", "protocol"), "a token has no colours"
             continue
         changes += 1
     assert len(prints) == changes

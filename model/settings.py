@@ -135,6 +135,7 @@ def says(kind: Kind) -> str:
         case origin, items if origin is tuple:
             return f"a tuple of {len(items)} ({'; '.join(map(says, items))})"
     words = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", NoneType: "None"}
+    words |= {dict: "an object", list: "a list"}  # of JSON
     return words.get(kind, str(kind))
 
 

@@ -135,6 +135,15 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path):
             open_weights(folder)
 
 
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+}
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize(
     "config,words",
@@ -142,7 +151,15 @@ def test_a_folder_that_is_not_whole_is_refused(tmp_path):
         ({}, "has no model_type; choose from bert, "),
         ({"model_type": "lama"}, "unknown model_type 'lama'; .*; closest: llama"),
         ({"model_type": "llama"}, "lacks 'hidden_size'"),
+        ({"model_type": "llama", "hidden_size": None}, "hidden_size is None in .*; allowed: a whole number"),
         ({"model_type": "llama", "hidden_act": "relu"}, "has hidden_act 'relu'; allowed: 'silu'"),
+        (LLAMA | {"hidden_size": "64"}, "hidden_size is '64' in .*config.json; allowed: a whole number from 1"),
+        (LLAMA | {"num_attention_heads": 0}, "num_attention_heads is 0 in .*; allowed: .*; closest: 1"),
+        (LLAMA | {"rope_scaling": "linear"}, "rope_scaling is 'linear' in .*; allowed: an object, or None"),
+        (LLAMA | {"rope_parameters": {"rope_type": 3}}, "has rope_type '3'; allowed: default, "),
+        (LLAMA | {"model_type": "gemma3_text", "layer_types": ["a", "b"]}, "unknown layer type 'a'; choose from "),
+        (LLAMA | {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": 3}}, "allowed: an object"),
+        (LLAMA | {"model_type": "vit", "patch_size": 0}, "patch_size is 0 in .*; closest: 1"),
     ],
 )
 def test_a_config_that_means_nothing_here_is_refused(tmp_path, config, words):

@@ -62,7 +62,7 @@ def config(model: Model) -> dict[str, Any]:
         "hidden_size": model["width"],
         "num_hidden_layers": model["layers"],
         "num_attention_heads": model.every("n_heads") or 1,
-        "intermediate_size": model.every("mlp_width"),
+        "intermediate_size": model.every("mlp_width") or 1,
         "hidden_act": activation_name(model),
         "max_position_embeddings": model.shared.get("learned.max_len", 512),
         "type_vocab_size": 2,

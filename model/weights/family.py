@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from model.asked import Asked, Image
@@ -10,6 +11,7 @@ from model.entries import entry
 from model.errors import UserError
 from model.mlps.mlp import FORMS, mlp_width
 from model.positions import POSITIONS
+from model.settings import Dim, Kind, Positive, check
 from model.weights.names import Row
 
 Config = Mapping[str, Any]  # theirs
@@ -149,10 +151,28 @@ def alike(a: Any, b: Any) -> bool:
     return a == b
 
 
+# What stands at the keys that are reckoned with, or looked into, before a setting of ours is made of them.
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "image_size", "patch_size")
+SIZES += ("num_channels", "n_embd", "n_layer", "n_head", "n_positions", "max_position_embeddings", "d_model", "d_ff")
+SIZES += ("num_layers", "num_heads", "state_size", "expand", "num_local_experts", "num_experts_per_tok", "num_labels")
+TEXTS = ("hidden_act", "activation_function", "feed_forward_proj")
+HELD: dict[str, Kind] = dict.fromkeys(SIZES, Dim) | dict.fromkeys(TEXTS, str)
+HELD |= dict.fromkeys(("rope_parameters", "rope_scaling", "id2label"), dict | None)
+HELD |= dict.fromkeys(("architectures", "layer_types", "time_step_limit"), list | None)
+HELD |= {"head_dim": Dim | None, "query_pre_attn_scalar": Positive, "sliding_window_pattern": Dim | None}
+
+
+def check_held(config: Config, file: Path) -> None:
+    """Refuses a config.json that was harmed, or written by hand and wrong, before anything is made of it."""
+    for key, kind in HELD.items():
+        if key in config:
+            check(key, config[key], kind, where=lambda: f" in {file}")
+
+
 def need(config: Config, *keys: str) -> tuple[Any, ...]:
     """Values that a config.json must have."""
     for key in keys:
-        if key not in config:
+        if config.get(key) is None:
             raise UserError(f"config.json of a {config['model_type']} lacks {key!r}")
     return tuple(config[key] for key in keys)
 

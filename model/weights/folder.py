@@ -11,7 +11,7 @@ import jax
 from model.asked import Asked
 from model.errors import UserError, choose
 from model.weights import FAMILIES
-from model.weights.family import Family, Settings
+from model.weights.family import Family, Settings, check_held
 from model.weights.names import Like, Link, Stacks, check_fit, links, load
 from model.weights.safetensors import Stored, read_folder, read_json
 
@@ -36,6 +36,7 @@ def open_weights(folder: str | Path) -> Weights:
     if not isinstance(config.get("model_type"), str):
         raise UserError(f"{folder / 'config.json'} has no model_type; choose from {', '.join(sorted(FAMILIES))}")
     family = choose("model_type", config["model_type"], FAMILIES)
+    check_held(config, folder / "config.json")
     return Weights(folder, family, config, family.settings(config), family.asked(config), tensors)
 
 

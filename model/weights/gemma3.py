@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+from model.errors import choose
+from model.settings import check
 from model.weights import rope
 from model.weights.family import Config, Family, Model, Settings, fixed, need
 from model.weights.llama import attention, gated_mlp
@@ -58,7 +60,7 @@ def layer_kinds(config: Config, layers: int) -> tuple[str, ...]:
     """Each layer's; of older files, every sixth sees all, or what they say instead of six."""
     every = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 6
     usual = ["sliding_attention" if (n + 1) % every else "full_attention" for n in range(layers)]
-    return tuple(KINDS[kind] for kind in config.get("layer_types") or usual)
+    return tuple(choose("layer type", str(kind), KINDS) for kind in config.get("layer_types") or usual)
 
 
 def cycle(kinds: tuple[str, ...]) -> tuple[str, ...]:
@@ -73,6 +75,7 @@ def rotary(config: Config, kind: str) -> dict[str, Any]:
     """Their rotary parameters of a kind of layer. Older files scale those that see all."""
     key = next(key for key, name in KINDS.items() if name == kind)
     now = (config.get("rope_parameters") or {}).get(key)
+    check(f"rope_parameters.{key} of config.json", now, dict | None)
     if now:
         return rope.parameters({"rope_parameters": now})
     older = {key: value for key, value in config.items() if kind == "full" or key != "rope_scaling"}

@@ -33,7 +33,7 @@ def parameters(config: Config, theta: str = "rope_theta", usual: float = 10_000.
 
 def settings(given: Mapping[str, Any], section: str = "rope") -> Settings:
     """Our settings of a section."""
-    kind = given.get("rope_type", "default")
+    kind = str(given.get("rope_type", "default"))
     if kind not in SCALINGS:
         raise UserError(f"config.json has rope_type {kind!r}; allowed: {', '.join(SCALINGS)}{closest(kind, SCALINGS)}")
     scaling, names = SCALINGS[kind]

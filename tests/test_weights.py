@@ -14,6 +14,7 @@ from eval.restore import restore
 from model.asked import Asked
 from model.errors import UserError
 from model.paths import by_path
+from model.weights import FAMILIES
 from model.weights.folder import open_weights
 from model.weights.names import ABOVE_ONE, DEPTHWISE, TRANSPOSED, into_heads, out_of_heads, place_of, shaped, split
 from model.weights.safetensors import DTYPES, INDEX, Made, read_folder, read_header, write_folder
@@ -167,6 +168,17 @@ def test_a_config_that_means_nothing_here_is_refused(tmp_path, config, words):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=words):
         open_weights(folder)
+
+
+@pytest.mark.quick
+def test_a_mamba2_that_clips_its_time_steps_is_refused():
+    config = {"model_type": "mamba2", "hidden_size": 8, "num_hidden_layers": 2, "state_size": 4}
+    config |= {"num_heads": 2, "head_dim": 8}
+    for limit in (None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]):
+        FAMILIES["mamba2"].settings(config | {"time_step_limit": limit})
+    for limit in ([0.01, float("inf")], [0.0, 0.1]):
+        with pytest.raises(UserError, match=r"has time_step_limit .*; allowed: from 0 to infinity"):
+            FAMILIES["mamba2"].settings(config | {"time_step_limit": limit})
 
 
 FORMS = {

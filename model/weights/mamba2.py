@@ -3,6 +3,7 @@
 transformers normalises all inner channels together, whatever `n_groups` says; only one group means the same here.
 """
 
+import math
 from typing import Any
 
 from model.errors import UserError
@@ -11,6 +12,7 @@ from model.weights.mamba import around
 from model.weights.names import DEPTHWISE, TRANSPOSED, Row, row, shaped, split
 
 EPS = 1e-5  # of the norm inside the mixer
+NO_LIMITS = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # of the time step; JSON has no infinity of its own
 
 
 def settings(config: Config) -> Settings:
@@ -22,9 +24,9 @@ def settings(config: Config) -> Settings:
             f"config.json of a mamba2 has num_heads {heads} of head_dim {head_dim}; allowed: expand times hidden_size, "
             f"{expand * width}, in all"
         )
-    low = (config.get("time_step_limit") or [0.0])[0]
-    if low != 0:
-        raise UserError(f"config.json of a mamba2 has a time_step_limit from {low!r}; allowed: from 0 to infinity")
+    limit = config.get("time_step_limit") or NO_LIMITS[0]
+    if [*limit] not in NO_LIMITS:
+        raise UserError(f"config.json of a mamba2 has time_step_limit {limit!r}; allowed: from 0 to infinity")
     return {
         "vocab_size": config.get("vocab_size"),
         "width": width,

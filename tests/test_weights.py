@@ -250,6 +250,11 @@ def test_what_a_family_has_no_words_for_is_refused(changes, words):
         find(load(*SMALL, *changes).model.to_dict(), Asked(64))
 
 
+@pytest.mark.parametrize("begun", [("model.embed_init", "0.5"), ("model.depth_init", "True")])
+def test_how_a_model_began_needs_no_words(begun):
+    assert find(load(*SMALL, *RUNS["llama"], begun).model.to_dict(), Asked(64)).model_type == "llama"
+
+
 @pytest.mark.scale
 def test_one_half_of_the_bits_are_read_as_they_are(tmp_path):
     """A model saved in bfloat16 has its numbers, exactly, in float32."""

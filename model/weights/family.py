@@ -60,7 +60,7 @@ DERIVED: dict[tuple[str, str], Callable[[Mapping[str, Any], int], Any]] = {
 }
 # How it is computed, how it begins and how it is trained: nothing of what the model is.
 ASIDE = ("scan", "kept", "dtype", "dropout", "pool", "implementation", "dt_min", "dt_max", "vocab_size", "depth_init")
-ASIDE += ("jitter", "capacity", "balance", "router_z")
+ASIDE += ("embed_init", "jitter", "capacity", "balance", "router_z")
 # Said by what the layers have.
 OF_LAYERS = ("mixers", "mlp", "mlp_width", "mlp_multiple", "mlp_bias", "encoder_mixers", "encoder_layers")
 

@@ -283,6 +283,22 @@ def test_an_update_that_leaves_no_finite_state_is_not_applied(tx):
     chex.assert_trees_all_equal((after.params, after.opt_state), (state.params, state.opt_state))
 
 
+@pytest.mark.quick
+def test_the_rate_that_is_told_is_the_one_that_is_used():
+    """After a step that was not applied too, which the schedule has not seen."""
+    rate = optax.linear_schedule(0.0, 1.0, 4)
+    tx = optax.scale_by_learning_rate(rate)
+    params, zero = {"w": jnp.zeros((4, 3))}, jnp.int32(0)
+    state = RunState(jnp.uint32(0), zero, params, tx.init(params), zero, zero, zero)
+    step = jax.jit(train_step(Lookup(), TaskTargets(data.build("mqar", {})), tx, rate))
+    for weight in (1.0, np.nan, 1.0):
+        batch = {"inputs": jnp.arange(4)[None], "targets": jnp.ones((1, 4), int), "weights": jnp.full((1, 4), weight)}
+        before, (state, sums) = state, step(state, batch)
+    moved = optax.global_norm(jax.tree.map(jnp.subtract, state.params, before.params))
+    assert (int(state.step), int(state.nonfinite), float(sums["lr"][0])) == (3, 1, 0.25)
+    np.testing.assert_allclose(moved, 0.25 * sums["grad_norm"][0], rtol=1e-5)
+
+
 @pytest.mark.few(1)
 @pytest.mark.parametrize("policy", ["stop", "skip", "rollback"])
 def test_a_loss_that_is_not_finite(policy, tmp_path, monkeypatch):

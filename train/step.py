@@ -74,7 +74,7 @@ def train_step(
             lambda new, old: jnp.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
         )
         one = jnp.ones((), jnp.float32)
-        sums |= {"grad_norm": (grad_norm, one), "lr": (lr(state.step) * one, one)}
+        sums |= {"grad_norm": (grad_norm, one), "lr": (lr(scheduled(state)) * one, one)}
         sums["finite"] = (finite.astype(jnp.float32), one)
         state = state.replace(
             step=state.step + 1, params=params, opt_state=opt_state, nonfinite=state.nonfinite + ~finite
@@ -82,6 +82,12 @@ def train_step(
         return state, sums
 
     return step
+
+
+def scheduled(state: RunState) -> jax.Array:
+    """Where in its schedule an optimizer is: an update that was not applied has left it where it was."""
+    counts = optax.tree_utils.tree_get_all_with_path(state.opt_state, "count")
+    return counts[-1][1] if counts else state.step
 
 
 def several(

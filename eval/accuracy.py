@@ -50,8 +50,8 @@ def measure(restored: Restored, split: str) -> dict[str, Any]:
 
 
 def plain(totals: Totals) -> dict[str, float]:
-    """The plain numbers; `exact` where whole answers count."""
-    return {name: float(mean(*totals[name])) for name in ("accuracy", "exact", "loss") if name in totals}
+    """The plain numbers; `exact` where whole answers count, `reach` where the objective asks for it."""
+    return {name: float(mean(*totals[name])) for name in ("accuracy", "exact", "loss", "reach") if name in totals}
 
 
 def readings(objective: Objective, loss: float) -> dict[str, float]:

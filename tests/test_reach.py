@@ -10,11 +10,13 @@ import pytest
 
 from data import build
 from data.pipeline import batch_at
+from eval.accuracy import measure as accuracy
 from eval.reach import measure, reach
 from eval.restore import Restored
 from model.errors import UserError
 from model.layers import Embed
 from train import config as configs
+from train.loop import validate
 from train.objectives import Reach
 from train.reach import last_place, sensitivity
 from train.run import prepare
@@ -86,6 +88,13 @@ def test_a_token_out_of_a_window_has_no_part_in_the_answer():
     norms = np.asarray(jax.jit(lambda p: sensitivity(run.model, p, batch))(params))
     assert (norms[:, :8] == 0).all() and (norms[:, 8:] > 0).all()
     assert float(run.eval_step(params, batch)["reach"][0]) == pytest.approx(8 * -30), "no infinity"
+
+
+def test_other_suites_tell_of_it_as_the_run_does(tmp_path):
+    run = prepared()
+    restored = Restored(tmp_path, run.config, run, 7, run.init().params)
+    metrics, told = accuracy(restored, "test")["metrics"], validate(run, run.init(), "test")
+    assert {f"test/{name}": metrics[name] for name in ("accuracy", "loss", "reach")} == told
 
 
 @pytest.mark.scale

@@ -13,6 +13,7 @@ from data import bins
 from data.task import Example, Task
 from model.asked import Asked
 from model.errors import UserError
+from model.settings import is_one_of, shown
 
 PADDING, START, END, FIRST = 0, 1, 2, 3
 
@@ -39,9 +40,9 @@ class SourceTask(Task):
     def encode(self, text: str) -> list[int]:
         """A source as ids, its end among them; written as ids with blanks between them, unless a task has words."""
         words = text.split()
-        wrong = [word for word in words if not (word.isdecimal() and FIRST <= int(word) < self.vocab_size)]
+        wrong = [word for word in words if not is_one_of(range(FIRST, self.vocab_size), word)]
         if wrong or not words:
-            given = f"holds {wrong[0]!r}" if wrong else "is empty"
+            given = f"holds {shown(wrong[0])}" if wrong else "is empty"
             raise UserError(f"source {given}; task {self.name} takes token ids from {FIRST} to {self.vocab_size - 1}")
         return self.closed([int(word) for word in words])
 

@@ -17,6 +17,7 @@ from eval.generate import Pace, generate
 from eval.restore import Restored
 from eval.sample import Sampling
 from model.errors import UserError
+from model.settings import is_one_of, shown
 from train.denoising import Denoising
 from train.run import Run
 
@@ -82,9 +83,9 @@ def encode(task: Task, prompt: str) -> list[int]:
     if isinstance(task, Text):
         return encode_bytes(prompt) or [ord("\n")]
     words = prompt.split()
-    wrong = [word for word in words if not (word.isdecimal() and int(word) < task.vocab_size)]
+    wrong = [word for word in words if not is_one_of(range(task.vocab_size), word)]
     if wrong or not words:
-        given = f"holds {wrong[0]!r}" if wrong else "is empty"
+        given = f"holds {shown(wrong[0])}" if wrong else "is empty"
         raise UserError(f"prompt {given}; task {task.name} takes token ids from 0 to {task.vocab_size - 1}")
     return [int(word) for word in words]
 

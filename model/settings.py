@@ -196,6 +196,14 @@ def parsed(text: str, kind: Kind) -> Any:
     return fit(kind, value)
 
 
+def is_one_of(count: range, text: str) -> bool:
+    """Whether a text is one of these whole numbers, written in digits."""
+    try:
+        return text.isdecimal() and int(text) in count
+    except ValueError:  # Python reads no numbers of thousands of digits
+        return False
+
+
 ROOM = 80  # characters of a value that an error shows
 
 

@@ -202,6 +202,14 @@ def test_text_survives_the_way_through_bytes(book):
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("task,of", [("mqar", "prompt"), ("copy", "source")])
+def test_a_prompt_of_endless_digits_is_refused(task, of):
+    with pytest.raises(UserError, match=rf"^{of} holds '9{{50,}}\.\.\.; task {task} takes token ids from") as error:
+        encode(build_task(task, {}), f"5 {'9' * 5000}")
+    assert len(str(error.value)) < 200
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("wrong", ["", "1 16", "1 -2", "one"])
 def test_ids_outside_the_vocabulary_are_refused(wrong):
     task = build_task("induction", {"vocab_size": 16})

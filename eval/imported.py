@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from model.weights.folder import fit, open_weights
 from model.weights.names import stacks
 from train import config as configs
 from train.run import prepare
+
+NO_TASK = "weights come without a task; name one, as --config.data.task=text --config.data.text.path=FILE"
 
 
 @dataclass(frozen=True)
@@ -51,16 +53,16 @@ class Prompts(Task):
 
     def example(self, split: str, index: int, rng: np.random.Generator) -> Example:
         if split != "train":  # of which one row says what shapes the model is built for
-            raise UserError(
-                "weights come without a task; name one, as --config.data.task=text --config.data.text.path=FILE, or "
-                "give a --prompt"
-            )
+            raise UserError(f"{NO_TASK}, or give a --prompt")
         image, asks = self.inputs, () if self.n_classes else (self.length,)
         if image is None:
             inputs = np.zeros(self.length, np.int32)
         else:
             inputs = np.zeros((image.height, image.width, image.channels), np.float32)
         return {"inputs": inputs, "targets": np.zeros(asks, np.int32), "weights": np.zeros(asks, np.float32)}
+
+    def resized(self, length: int) -> dict[str, Any]:
+        raise UserError(NO_TASK)
 
     def baselines(self) -> dict[str, float]:
         return {}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eval.export import exported, find
-from eval.imported import imported
+from eval.imported import Prompts, imported
 from eval.restore import restore
 from model.asked import Asked
 from model.errors import UserError
@@ -20,6 +20,7 @@ from model.weights.names import ABOVE_ONE, DEPTHWISE, TRANSPOSED, into_heads, ou
 from model.weights.safetensors import DTYPES, INDEX, Made, read_folder, read_header, write_folder
 from tests.test_train import load
 from train.loop import train
+from train.run import at_length, prepare
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
@@ -265,6 +266,12 @@ def test_one_half_of_the_bits_are_read_as_they_are(tmp_path):
     write_folder(tmp_path / "half", made(**halves), config, shard=2000)
     params = by_path(imported(str(tmp_path / "half")).params)
     np.testing.assert_array_equal(params["embed/embedding"], halves["model.embed_tokens.weight"].astype(np.float32))
+
+
+def test_weights_without_a_task_have_no_lengths_to_be_asked_at():
+    run = prepare(load(("model.width", "16")), Prompts(Asked(64)))
+    with pytest.raises(UserError, match="test_lengths has 8: weights come without a task; name one"):
+        at_length(run, 8)
 
 
 def test_weights_are_read_without_torch():

@@ -18,7 +18,7 @@ from data.text import Text
 from eval.accuracy import show
 from eval.continuation import check_tokens, encode
 from eval.maps import SCORES, effective_rank, equal_weights, scores, seen
-from eval.report import changed, columns, provenance, write
+from eval.report import PROMPT, changed, columns, provenance, write
 from eval.restore import Restored
 from model.build import Model
 from model.errors import UserError
@@ -47,7 +47,7 @@ def attention(restored: Restored, *, split: str, examples: int, prompt: str) -> 
     first = next(documents)
     numbers = together([measure(first), *map(measure, documents)])  # one by one, for the room that maps take
     mixers = run.config.model.mixers
-    report = provenance(restored, "prompt" if prompt else split)
+    report = provenance(restored, PROMPT if prompt else split)
     report |= {"prompt": prompt} if prompt else {"examples": examples}
     report["layers"] = [{"layer": i, "mixer": mixers[i % len(mixers)], **layer} for i, layer in enumerate(numbers)]
     name = f"prompt-{hashlib.sha256(repr(prompt).encode()).hexdigest()[:8]}" if prompt else split

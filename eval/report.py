@@ -15,16 +15,21 @@ from train import config as configs
 from train.revision import revision
 from train.workdir import write_json
 
+PROMPT = "prompt"  # in the place of a split
+
 
 def provenance(restored: Restored, split: str) -> dict[str, Any]:
-    """Where numbers come from; `changes` holds the config keys that were overridden: [trained, evaluated]."""
+    """Where numbers come from; `changes` holds the config keys that were overridden: [trained, evaluated].
+
+    A prompt is none of the task's data, and weights without a task have no others.
+    """
     config, task = restored.run.config, restored.run.task
     return {
         "config_hash": configs.digest(restored.trained),
         "changes": {key: list(pair) for key, pair in configs.changes(restored.trained, config).items()},
         "revision": revision(),
         "task": task.name,
-        "data_fingerprint": task.fingerprint(config.data.seed),
+        "data_fingerprint": None if split == PROMPT else task.fingerprint(config.data.seed),
         "split": split,
         "step": restored.step,
         "seed": config.seed,

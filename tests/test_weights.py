@@ -8,9 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from eval.attention import attention
 from eval.export import exported, find
 from eval.imported import Prompts, imported
-from eval.restore import restore
+from eval.restore import Restored, restore
 from model.asked import Asked
 from model.errors import UserError
 from model.paths import by_path
@@ -21,6 +22,7 @@ from model.weights.safetensors import DTYPES, INDEX, Made, read_folder, read_hea
 from tests.test_train import load
 from train.loop import train
 from train.run import at_length, prepare
+from train.workdir import read_json
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled")
 
@@ -272,6 +274,17 @@ def test_weights_without_a_task_have_no_lengths_to_be_asked_at():
     run = prepare(load(("model.width", "16")), Prompts(Asked(64)))
     with pytest.raises(UserError, match="test_lengths has 8: weights come without a task; name one"):
         at_length(run, 8)
+
+
+def test_weights_without_a_task_are_looked_into_by_a_prompt(tmp_path):
+    config = load(("model.width", "16"), ("model.layers", "1"))
+    run = prepare(config, Prompts(Asked(64)))
+    restored = Restored(tmp_path, config, run, 0, run.init().params)
+    attention(restored, split="test", examples=1, prompt="1 2 3 1 2")
+    (report,) = map(read_json, (tmp_path / "eval").glob("attention-prompt-*.json"))
+    assert (report["prompt"], report["data_fingerprint"]) == ("1 2 3 1 2", None)
+    with pytest.raises(UserError, match=r"weights come without a task; .*, or give a --prompt"):
+        attention(restored, split="train", examples=1, prompt="")
 
 
 def test_weights_are_read_without_torch():

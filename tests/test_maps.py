@@ -177,7 +177,7 @@ def params_of(mixers: tuple[str, ...], layers: int, n_classes: int = 0, **change
 
 
 TOKENS = RNG.integers(0, V, (2, L)).astype(np.int32)
-STACKS = [(("attention",), 3), (("s4d", "attention"), 5), (("attention", "s4d", "s4d"), 2)]
+STACKS = [(("attention",), 3), (("s4d", "attention"), 5), (("attention", "s4d", "s4d"), 3)]
 
 
 def softmax(mixer: str) -> bool:

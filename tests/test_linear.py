@@ -165,6 +165,16 @@ def test_mlstm_is_its_papers_recurrence(bias, cap, forget):
         assert zoo.far(y[row], np.einsum("hlv,hvd->ld", out, wide["out"]["kernel"])) < 1e-4
 
 
+def test_mlstm_reads_nothing_by_a_query_of_zeros():
+    """Exponential forget gates make m larger than float32's e^-m, and there is nothing else to divide by."""
+    L = 60
+    x = zoo.inputs(1, L).at[0, 50].set(0)
+    mixer = MIXERS["mlstm"](width=zoo.WIDTH, forget="exp")
+    (grads, pulled), y = zoo.gradient(mixer)(zoo.params(mixer), x, Context(), np.ones(x.shape, np.float32))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((grads, pulled, y)))
+    assert (y[0, 50] == 0).all()
+
+
 @pytest.mark.parametrize("name", ["mlstm", "performer"])
 def test_padding_of_any_size_has_no_gradient(name):
     """Exponentials of what stands there may be no numbers."""

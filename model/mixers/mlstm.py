@@ -23,6 +23,7 @@ from model.settings import Positive
 
 Array = jax.Array
 ZEROS = nn.initializers.zeros_init()
+LEAST = 1e-12  # that a normaliser is taken to be: where m is large e^-m is 0, and the sum of a query of zeros is too
 FORGETS = {"sigmoid": jax.nn.log_sigmoid, "exp": lambda x: x}  # the logarithm of a forget gate
 
 
@@ -47,7 +48,8 @@ def mlstm(
     k = at_real(real, k) * jnp.exp(at_real(real, log_i - m))[..., None]
     y, h = matrix_state(q, k, with_ones(v), at_real(real, w), state["h"], keep, implementation=implementation)
     y, n = y[..., :-1].astype(f), y[..., -1:].astype(f)
-    return y / jnp.maximum(jnp.abs(n), jnp.exp(-m)[..., None]), dict(h=h, m=last)
+    least = jnp.maximum(jnp.exp(-m), LEAST)[..., None]
+    return y / jnp.maximum(jnp.abs(n), least), dict(h=h, m=last)
 
 
 def rising(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:

@@ -8,6 +8,7 @@ import pytest
 from model.contract import Context
 from model.errors import UserError
 from model.mixers import MIXERS
+from model.mixers.sinkhorn import sinkhorn
 from model.mixers.whole_row import WholeRow
 from model.ops.fourier import product_mod
 from tests import zoo
@@ -227,6 +228,15 @@ def test_sinkhorn_is_its_papers_definition():
 
     for length in (12, L, 3):
         alone("sinkhorn", definition, length, block=b, longest=20)
+
+
+def test_a_sorted_place_without_tokens_is_no_key():
+    """However low the scores of those that are: one token has itself alone to look at."""
+    q = jnp.full((1, 1, 2, 4), 50.0)
+    tokens = dict(q=q, k=-q, v=jnp.ones_like(q), x=jnp.zeros((1, 1, 3)))
+    weights = dict(W1=jnp.zeros((3, 3)), b1=jnp.zeros(3), W2=jnp.zeros((3, 2, 1)), b2=jnp.zeros((2, 1)))
+    y = sinkhorn(weights, tokens, None, block=4, iterations=8, temperature=0.75)
+    np.testing.assert_allclose(y, 1, rtol=1e-6)
 
 
 def test_what_sinkhorn_cannot_sort_is_refused():

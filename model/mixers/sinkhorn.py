@@ -43,7 +43,8 @@ def sinkhorn(
 
         scores = partial(jnp.einsum, "bnihk,bnjhk->bhnij", preferred_element_type=f)
         own = jnp.where(real[:, None, :, None], scores(q, k) * q.shape[-1] ** -0.5, NEVER)
-        brought = scores(q, sorted_k) * q.shape[-1] ** -0.5 + jnp.log(jnp.maximum(there, 1e-30))[:, :, :, None]
+        share = jnp.where(there > 0, jnp.log(jnp.where(there > 0, there, 1)), NEVER)
+        brought = scores(q, sorted_k) * q.shape[-1] ** -0.5 + share[:, :, :, None]
         seen = jax.nn.softmax(jnp.concatenate([own, brought], axis=-1), axis=-1).astype(v.dtype)
         y = jnp.einsum("bhnij,bnjhk->bnihk", seen, jnp.concatenate([v, sorted_v], axis=2))
         return y.reshape(y.shape[0], N * block, *y.shape[3:])[:, :L]

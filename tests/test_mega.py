@@ -9,7 +9,7 @@ import pytest
 
 from model.contract import Context
 from model.errors import UserError
-from model.mixers.mega import Mega
+from model.mixers.mega import Mega, ema_system
 from model.ops.laplace_attention import laplace_attention
 from model.ops.mask import CAUSAL, FULL
 from model.ops.patterns import Chunk
@@ -145,6 +145,18 @@ def test_chunks_take_work_that_grows_with_the_length():
         return step.compile().cost_analysis()["flops"]
 
     assert work(4096) < 2.3 * work(2048)
+
+
+def test_an_average_that_forgets_all_is_the_token_itself():
+    """Gates that float32 rounds to 1 leave nothing of the past."""
+    one = jnp.ones((2, 3))
+
+    def sums(alpha):
+        system = ema_system(alpha, alpha, one, one)
+        return jnp.sum(system.kernel[0](*system.kernel[1], 8))
+
+    total, slope = jax.value_and_grad(sums)(jax.nn.sigmoid(20 * one))
+    assert np.isclose(total, 6) and np.isfinite(slope).all()
 
 
 def test_a_cache_of_chunks_is_no_longer_than_one():

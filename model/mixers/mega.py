@@ -47,7 +47,8 @@ def ema_kernel(log_decay: Array, weight: Array, L: int) -> Array:
 
 def ema_system(alpha: Array, delta: Array, beta: Array, eta: Array) -> System:
     """The damped moving average `h_t = alpha beta x_t + (1 - alpha delta) h_{t-1}`, `y_t = eta h_t`; all [D, N]."""
-    log_decay = jnp.log1p(-alpha * delta)
+    # Of gates that are wide open, 1 to the last digit, it would be no number.
+    log_decay = jnp.log1p(-jnp.minimum(alpha * delta, 1 - jnp.finfo(alpha.dtype).epsneg))
 
     def recurrence(u, h0, ctx, form):
         write, read = (lambda u, B: B * u[..., None]), (lambda h, C: jnp.sum(C * h, axis=-1))

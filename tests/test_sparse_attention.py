@@ -280,6 +280,14 @@ def test_the_count_tells_a_mask_over_all_pairs_from_a_pattern():
     assert many > 12 * few
 
 
+def test_a_window_with_gaps_may_reach_farther_than_a_number_of_32_bits():
+    mixer, x = zoo.make(("dilated", dict(seen=10**5, dilation=10**5), "none")), zoo.inputs(1, 6)
+    variables = zoo.params(mixer)
+    y, _ = zoo.apply(mixer)(variables, x, zoo.context(L=6), mixer.init_state(1, 6))
+    alone, _ = zoo.apply(mixer)(variables, x[:, 5:], Context())
+    np.testing.assert_allclose(y[:, 5:], alone, atol=1e-6)
+
+
 # Refusals
 
 

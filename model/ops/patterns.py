@@ -13,6 +13,8 @@ import numpy as np
 from model.errors import UserError
 from model.ops.mask import FULL, Array, Band, Block, Mask, Reach
 
+FARTHEST = 2**31 - 2  # positions are int32, and a product of settings may be more than that holds
+
 
 def library(*arrays: Array):
     """What computes with these: numpy, where all of them are known when traced."""
@@ -101,7 +103,8 @@ class Dilated(Mask):
     ahead: Reach
 
     def within(self) -> Band:
-        return Band(*(None if steps is None else steps * self.step for steps in (self.back, self.ahead)))
+        reach = (None if steps is None else min(steps * self.step, FARTHEST) for steps in (self.back, self.ahead))
+        return Band(*reach)
 
     def sees(self, q: Array, k: Array) -> Array:
         near = self.within().sees(q, k)

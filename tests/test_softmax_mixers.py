@@ -148,6 +148,7 @@ BAD = {
     "more key-value heads than heads": (dict(n_kv_heads=8), "n_kv_heads 8 is more than n_heads 4; closest: 4"),
     "key-value heads that do not divide": (dict(n_kv_heads=3), "n_kv_heads 3 does not divide"),
     "an unknown score": (dict(score="additve"), "closest: additive"),
+    "too many sinks": (dict(window=4, sink_tokens=2**31 - 1), "from 0 to 67108864; closest: 67108864"),
     "sinks without a window": (dict(sink_tokens=4), "needs a window"),
     "a negative soft cap": (dict(soft_cap=-1.0), "soft_cap is -1.0; allowed: a number of at least 0; closest: 0"),
     "a rotation and additive scores": (dict(score="additive"), "position 'rope' turns"),

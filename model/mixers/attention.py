@@ -1,7 +1,7 @@
 """Softmax attention with a key-value cache, whole or a ring."""
 
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import flax.linen as nn
 import jax
@@ -15,7 +15,7 @@ from model.ops.attention import IMPLEMENTATIONS, attention, attention_weights
 from model.ops.mask import CAUSAL, FULL, Mask, Prefix, window
 from model.ops.product import product
 from model.positions.position import Position
-from model.settings import Dim, Length, NotNegative, Positive, Whole
+from model.settings import LONGEST, Dim, Length, NotNegative, Positive, Whole, within
 
 Entries = tuple[tuple[str, tuple[int, ...]], ...]  # of a cache: names, and shapes per token
 Biases = Literal["none", "qkv", "all"]  # on no projection; those of queries, keys and values; every one
@@ -65,7 +65,8 @@ class Attention(MultiHead):
     score: Literal["dot", "additive", "multiplicative"] = "dot"  # scaled; Bahdanau's; Luong's
     scale: Positive | None = None  # factor on the scores; None: 1 / sqrt(head_dim) of dot, 1 of the others
     window: Length | None = None  # a token sees those less than this far away; None: all
-    sink_tokens: Whole = 0  # first tokens that stay visible outside the window, positions counted in the cache
+    # First tokens that stay visible outside the window, positions counted in the cache.
+    sink_tokens: Annotated[int, within(0, LONGEST)] = 0
     prefix: Whole = 0  # the first tokens of a document see each other bidirectionally
     qk_norm: bool | Literal["all"] = False  # queries and keys are normalised per head; all: over all heads together
     qk_norm_eps: Positive = 1e-5

@@ -239,6 +239,11 @@ def test_a_sorted_place_without_tokens_is_no_key():
     np.testing.assert_allclose(y, 1, rtol=1e-6)
 
 
+def test_a_block_that_is_longer_than_the_row_takes_no_more_memory():
+    long, short = (zoo.make(("sinkhorn", dict(block=2**n, longest=2**20), "none")) for n in (20, 3))
+    assert zoo.memory(long, 8) <= zoo.memory(short.clone(longest=8), 8)
+
+
 def test_what_sinkhorn_cannot_sort_is_refused():
     with pytest.raises(UserError, match=r"length 9 is past the longest .* 'sinkhorn' .* closest: .*longest=9"):
         zoo.make(("sinkhorn", dict(longest=8), "none")).init(jax.random.key(0), zoo.inputs(1, 9), Context())

@@ -99,7 +99,8 @@ class Sinkhorn(WholeRow):
         self.check(state, x.shape[1])
         D, H, K = self.width, self.n_heads, self.head_dim or self.width // self.n_heads
         tokens = {name: dense((H, K), INTO_HEADS, self.dtype, name)(x) for name in "qkv"}
-        run = partial(sinkhorn, block=self.block, iterations=self.iterations, temperature=self.temperature)
+        block = min(self.block, x.shape[1])  # the places behind a row's tokens would be no keys
+        run = partial(sinkhorn, block=block, iterations=self.iterations, temperature=self.temperature)
         y = self.mixed(run, self.sort_weights(), tokens | dict(x=x), ctx)
         return dense(D, ("heads", None, "embed"), self.dtype, "out", inputs=2)(y), None
 

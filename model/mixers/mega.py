@@ -169,6 +169,7 @@ class Mega(Mixer):
         found, state = self.attention(position, q, k, v, ctx, state)
         y = to(D, ("inner", "embed"), name="out")(found[:, :, 0] * reset)
         y = nn.silu(to(D, ("embed", "inner"), name="h")(averaged) + y)
+        # Where norms stand before mixers, x is normed; the authors' code has the stream itself in this place.
         return gate * (y - x.astype(y.dtype)), None if state is None else state | dict(ema=ema)
 
     def average(self, x: Array, ctx: Context, state: State) -> tuple[Array, Array | None]:

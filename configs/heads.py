@@ -26,14 +26,13 @@ def get_config(argument: str = "") -> ConfigDict:
     D, H = size["width"], size["heads"]
     K = D // H
     c = enwik8.get_config(f"arch={choose('keys', arg.keys, {'heads': 'attention', 'latent': 'mla'})},size={arg.size}")
-    most, of = (H, "heads") if arg.keys == "heads" else (D, "the width")
-    if not 1 <= arg.n <= most:
-        near = min(max(arg.n, 1), most)
-        raise UserError(f"config argument n is {arg.n}; allowed: 1 to {most} ({of}); closest: {near}")
     if arg.keys == "heads":
-        c.model.attention.n_kv_heads = arg.n
+        c.model.attention.n_kv_heads = choose("n", arg.n, {n for n in range(1, H + 1) if H % n == 0})
         saved = 2 * D * (H - arg.n) * K
     else:
+        if not 1 <= arg.n <= D:
+            near = min(max(arg.n, 1), D)
+            raise UserError(f"config argument n is {arg.n}; allowed: 1 to {D} (the width); closest: {near}")
         shared = K // 2
         c.model.mla.update(kv_rank=arg.n, shared_dim=shared)
         saved = 2 * D * D - D * (H + 1) * shared - 3 * D * arg.n  # of the queries, the shared part, down and up

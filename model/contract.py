@@ -9,7 +9,7 @@ Shape letters, used in every signature and einsum of the project:
 Padding (segment 0) is skipped, wherever it stands in a row: real tokens get what they would get were the padding not
 there, their predecessors are the real tokens before them, and nothing of padding reaches them, in values or in
 gradients. What a mixer returns at padding means nothing. It may stand between the tokens of a document, which it does
-not end: a document ends where another begins.
+not end: a document ends where another begins, and its number does not come back in the row.
 
 Rows that hold one document each, with their padding behind it, may be told to be so (`right_padded`): to a mixer that
 sees no later token such padding is nothing, and to one that does it is where the row ends. No state is carried then.

@@ -390,7 +390,7 @@ def test_steps_are_chosen_among_those_there_are(tmp_path):
         choose_step(tmp_path, "100")
     with pytest.raises(UserError, match="closest: latest"):
         choose_step(tmp_path, "last")
-    with pytest.raises(UserError, match=r"no checkpoint .* has a validation score"):
+    with pytest.raises(UserError, match=r"no checkpoint .* has a validation score; closest: latest"):
         choose_step(tmp_path, "best")
 
 

@@ -52,9 +52,16 @@ def test_a_cache_is_no_larger_than_what_is_in_it(keys, most, size, book):
     most = enwik8.SIZES[size][most]
     text = [("data.text.path", str(book)), ("data.text.length", "16"), ("batch_size", "8")]
     prepare(configs.load(f"configs/heads.py:keys={keys},n={most},size={size}", text))
+    says = dict(heads="unknown n {}; choose from 1, 2, ", latent="argument n is {}; allowed: 1 to .* ")[keys]
     for n, near in ((0, 1), (most + 1, most), (100_000, most)):
-        with pytest.raises(UserError, match=rf"argument n is {n}; allowed: 1 to {most} \(.*\); closest: {near}$"):
+        with pytest.raises(UserError, match=rf"{says.format(n)}.*; closest: {near}$"):
             configs.load(f"configs/heads.py:keys={keys},n={n},size={size}")
+
+
+@pytest.mark.quick
+def test_key_value_heads_that_do_not_divide_the_heads_are_no_choice():
+    with pytest.raises(UserError, match="unknown n 3; choose from 1, 2, 4, 8; closest: "):
+        configs.load("configs/heads.py:n=3")
 
 
 @pytest.mark.quick

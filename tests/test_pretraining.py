@@ -78,6 +78,11 @@ def test_a_text_asks_for_the_next_token_itself(book):
         OBJECTIVES["next_token"](build("text", {"path": str(book), "length": 16}))
 
 
+def test_a_row_of_one_token_has_no_next():
+    with pytest.raises(UserError, match=r"rows of task 'majority' have 1; closest: data.majority.length=2"):
+        OBJECTIVES["next_token"](build("majority", {"length": 1}))
+
+
 def settings(start: str, **changes) -> configs.ConfigDict:
     found = {f"data.listops.{key}": value for key, value in SHORT.items()} | TINY | changes
     spec = f"configs/lra.py:task=listops,arch=attention,size=smoke,start={start}"

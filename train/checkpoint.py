@@ -63,7 +63,7 @@ def choose_step(checkpoints: Path, asked: str) -> int:
     if asked == "best":
         best = best_step(checkpoints)
         if best is None:
-            raise UserError(f"no checkpoint in {checkpoints} has a validation score; choose --step=latest")
+            raise UserError(f"no checkpoint in {checkpoints} has a validation score; closest: latest")
         return best
     if asked.isdecimal() and int(asked) in there:
         return int(asked)

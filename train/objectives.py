@@ -146,6 +146,11 @@ class NextToken(OwnTargets):
     def check_task(self, task: Task) -> None:
         if task.next_token:
             raise UserError(f"task {task.name!r} asks for the next token itself; closest: objective.kind=task")
+        if task.length < 2:
+            raise UserError(
+                f"objective 'next_token' asks for the next token, and rows of task {task.name!r} have {task.length}; "
+                f"closest: data.{task.name}.length=2"
+            )
 
     def check_model(self, model: Model, section: Mapping[str, Any]) -> None:
         if model.sees_ahead:

@@ -130,7 +130,7 @@ LINES = {
     (f"--config={DEBUG}", "--compile_only", "--topology=v5e:3x5"): "closest: v5e:4x4",
     ("--compile_only", "--topology=v5e:2x4"): "--config is missing",
     ("--config=configs/pods.py:size=1b2", "--compile_only", "--topology=cpu:2"): "closest: 1b3",
-    ("--config=configs/pods.py:length=1000", "--compile_only", "--topology=cpu:2"): "closest: 512",
+    ("--config=configs/pods.py:length=1000", "--compile_only", "--topology=cpu:2"): "closest: 1024",
     (f"--config={DEBUG}", "--config.mesh.fsdp=3", "--compile_only", "--topology=cpu:2"): "there are 2",
 }
 

@@ -56,10 +56,10 @@ def test_an_own_name_without_settings_is_the_mixer_it_names():
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("layers, reach", [(1, 2), (2, 12)])
-def test_a_window_is_of_the_layers_that_name_it(layers, reach):
+@pytest.mark.parametrize("mixers, reach", [("near", 2), ("near,far", 12)])
+def test_a_window_is_of_the_layers_that_name_it(mixers, reach):
     """As far as the last logits see: two tokens through the first layer, all through the one above it."""
-    model = model_of(*DIFFER, ("model.layers", str(layers)))
+    model = model_of(*DIFFER, ("model.mixers", mixers), ("model.layers", str(len(mixers.split(",")))))
     variables = jax.jit(model.init)(jax.random.key(0), TOKENS)
     rows = jnp.where(jnp.eye(12, dtype=bool), (TOKENS + 1) % 20, TOKENS)  # another token at each place in turn
     logits, _ = jax.jit(model.apply)(variables, jnp.concatenate([TOKENS, rows]))

@@ -23,6 +23,7 @@ DIFFER = [
     ("model.far.rope.theta", "1e6"),
     ("model.far.n_kv_heads", "2"),
 ]
+NEAR = [*(each for each in DIFFER if ".far." not in each[0]), ("model.mixers", "near"), ("model.layers", "1")]
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 20, (1, 12)), jnp.int32)
 
 pytestmark = pytest.mark.quick
@@ -56,10 +57,10 @@ def test_an_own_name_without_settings_is_the_mixer_it_names():
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("mixers, reach", [("near", 2), ("near,far", 12)])
-def test_a_window_is_of_the_layers_that_name_it(mixers, reach):
+@pytest.mark.parametrize("layers, reach", [(NEAR, 2), (DIFFER, 12)], ids=["near", "near, far"])
+def test_a_window_is_of_the_layers_that_name_it(layers, reach):
     """As far as the last logits see: two tokens through the first layer, all through the one above it."""
-    model = model_of(*DIFFER, ("model.mixers", mixers), ("model.layers", str(len(mixers.split(",")))))
+    model = model_of(*layers)
     variables = jax.jit(model.init)(jax.random.key(0), TOKENS)
     rows = jnp.where(jnp.eye(12, dtype=bool), (TOKENS + 1) % 20, TOKENS)  # another token at each place in turn
     logits, _ = jax.jit(model.apply)(variables, jnp.concatenate([TOKENS, rows]))

@@ -90,11 +90,12 @@ def test_a_part_is_measured_anew_among_the_rows_of_before(tmp_path):
     assert (refused.returncode, refused.stdout) == (2, "") and "has rows of device H200, and these" in refused.stderr
 
 
-def test_startup_is_timed_twice_with_one_new_cache(monkeypatch):
-    """A stand-in that is slow as long as the cache is empty."""
+def test_startup_is_timed_twice_with_one_new_cache(monkeypatch, tmp_path):
+    """A stand-in that is slow as long as the cache is empty, and notes whether it was."""
     program = (
         "import os, pathlib, sys, time\n"
         "cache = pathlib.Path(os.environ['JAX_COMPILATION_CACHE_DIR'])\n"
+        "print(cache.exists(), file=open(sys.argv[2], 'a'))\n"
         "time.sleep(0 if cache.exists() else 1)\n"
         "cache.mkdir(exist_ok=True)\n"
         "folder = pathlib.Path(sys.argv[1])\n"
@@ -102,9 +103,10 @@ def test_startup_is_timed_twice_with_one_new_cache(monkeypatch):
         "(folder / 'metrics.jsonl').write_text('{}')\n"
         "time.sleep(60)\n"
     )
-    monkeypatch.setattr(startup, "command", lambda run, folder: [sys.executable, "-c", program, str(folder)])
+    seen = tmp_path / "seen"
+    monkeypatch.setattr(startup, "command", lambda run, folder: [sys.executable, "-c", program, str(folder), str(seen)])
     found = startup.measure(DEBUG, {})
-    assert found["first_s"] > found["second_s"] + 0.5
+    assert seen.read_text().split() == ["False", "True"] and found["first_s"] > 1 and found["second_s"] > 0
     assert found["ratio"] == pytest.approx(found["second_s"] / found["first_s"])
     monkeypatch.setattr(startup, "command", lambda run, folder: [sys.executable, "-c", "raise SystemExit('it broke')"])
     with pytest.raises(UserError, match="it broke"):

@@ -180,10 +180,7 @@ MLP_WIDTHS = {
     "kda": (160, 304, 616, 1280),
     "slstm": (224, 432, 872, 1712),
     "hybrid": (144, 288, 592, 1168),
-    "jamba": (96, 224, 512, 1024),
-    "griffin": (192, 384, 768, 1520),
     "samba": (144, 288, 592, 1168),
-    "gemma3": (184, 352, 704, 1376),
 }
 LAYERS_AND_WIDTHS = {  # of those without an MLP
     "mamba": ((3, 66), (7, 128), (11, 256), (11, 512)),
@@ -191,25 +188,16 @@ LAYERS_AND_WIDTHS = {  # of those without an MLP
     "lstm": ((2, 80), (6, 128), (9, 256), (9, 512)),
     "gru": ((3, 76), (8, 128), (12, 256), (12, 512)),
 }
-# Layers, width and that of the MLPs, where the others have fewer layers than make one turn of the mixers.
-ONE_TURN = {
-    "jamba": {"tiny": (8, 32, 40), "small": (8, 88, 176), "medium": (8, 224, 416), "large": (8, 456, 792)},
-    "griffin": {"tiny": (3, 56, 144)},
-    "gemma3": {"tiny": (6, 40, 88), "small": (6, 104, 288)},
+# Layers, widths, and widths of the MLPs, of those whose mixers take more layers for one turn than others have.
+TURNS = {
+    "jamba": ((8, 32, 40), (8, 88, 176), (8, 224, 416), (8, 456, 792)),
+    "griffin": ((3, 56, 144), (4, 128, 384), (6, 256, 768), (6, 512, 1520)),
+    "gemma3": ((6, 40, 88), (6, 104, 288), (6, 256, 704), (6, 512, 1376)),
 }
-
-
-def of_one_turn(arch: str, size: str) -> dict[str, int]:
-    found = ONE_TURN.get(arch, {}).get(size)
-    return dict(zip(("layers", "width", "mlp_width"), found, strict=True)) if found else {}
-
-
 MATCHED = {
-    **{
-        arch: [dict(mlp_width=n) | of_one_turn(arch, size) for n, size in zip(widths, SIZES, strict=True)]
-        for arch, widths in MLP_WIDTHS.items()
-    },
+    **{arch: [dict(mlp_width=n) for n in widths] for arch, widths in MLP_WIDTHS.items()},
     **{arch: [dict(layers=n, width=w) for n, w in found] for arch, found in LAYERS_AND_WIDTHS.items()},
+    **{arch: [dict(layers=n, width=w, mlp_width=m) for n, w, m in found] for arch, found in TURNS.items()},
 }
 HALVES = {  # layers and widths of those that read each way with half the width
     "lstm": ((3, 76), (8, 128), (12, 256), (12, 512)),

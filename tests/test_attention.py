@@ -158,7 +158,7 @@ def call(n=64, dtype=jnp.float32, head_dim=64, batch=2, value_dim=None, asked=No
 
 def picked(chip="cpu", sizes=None, with_lse=False, **options):
     with meshes.in_force(meshes.mesh_of(chip, **(sizes or {}))):
-        chosen = op.pick(None, *call(**options), with_lse)
+        chosen = op.pick(None, *call(**options), with_lse, op.IMPLEMENTATIONS.__contains__)
     return next(name for name, can in op.IMPLEMENTATIONS.items() if can is chosen)
 
 
@@ -193,7 +193,10 @@ def test_on_a_gpu_the_choice_is_what_cudnn_can_serve_then_our_own():
     fire = dict(bias=Bias(units, FIREBias(), dict.fromkeys(network, (None, "heads"))))
     assert picked("gpu", n=4096, **HALF, **fire) == "tiled"
     with meshes.in_force(meshes.mesh_of("gpu")):
-        assert op.pick("flash", *call(n=4096, **HALF, **fire), False) is op.IMPLEMENTATIONS["flash"]
+        assert (
+            op.pick("flash", *call(n=4096, **HALF, **fire), False, op.IMPLEMENTATIONS.__contains__)
+            is op.IMPLEMENTATIONS["flash"]
+        )
     # Neither does any bias, nor blocks that are no multiple of its tiles.
     others = [dict(bias=CURVED), dict(mask=Chunk(40))]
     assert {picked("gpu", n=4096, **HALF, **options) for options in others} == {"tiled"}

@@ -98,7 +98,7 @@ def split(text: str, separator: str) -> list[str]:
     return [part.strip() for part in parts]
 
 
-def axes(flag: str, text: str, example: str = "") -> list[tuple[str, list[Value]]]:
+def axes(flag: str, text: str, example: str = "optim.lr=1e-3,3e-3") -> list[tuple[str, list[Value]]]:
     """`KEY=VALUE,VALUE;KEY=VALUE` as keys and their values."""
     found = []
     for part in split(text, ";"):
@@ -116,10 +116,9 @@ def _pair(flag: str, text: str) -> Setting:
     return {key: read_value(value)}
 
 
-def _key_and_text(flag: str, text: str, example: str = "") -> tuple[str, str]:
+def _key_and_text(flag: str, text: str, example: str = "optim.lr=1e-3,3e-3") -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not (equals and key.strip(": ") and value.strip()):
-        example = example or "optim.lr=1e-3,3e-3"
         raise UserError(f"--{flag} cannot read {text!r}; write KEY=VALUE,VALUE, for example {example}")
     return key.strip(), value
 

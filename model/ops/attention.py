@@ -323,7 +323,7 @@ def pick(
     form: Form,
     o: Operands,
     with_lse: bool,
-    can: Callable[[str], bool] = lambda name: True,
+    can: Callable[[str], bool],
 ) -> Implementation:
     """The implementation asked for, if it can serve; else the first fused one that can and is fast, else by size.
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from model.contract import Context
+from model.documents import document_positions, open_reading, reverse
 from model.errors import UserError
 from model.mixers.b2s6 import B2S6, b2s6_recurrence
 from tests import zoo
@@ -25,7 +26,7 @@ def weights() -> dict[str, np.ndarray]:
         A=-0.5 + 1j * np.arange(N),
         B_weight=draw(size=maps) + 1j * draw(size=maps),
         B_bias=draw(size=maps) + 1j * draw(size=maps),
-        C=draw(size=maps),
+        C=draw(size=(1, *maps)),
     )
 
 
@@ -36,7 +37,7 @@ def inputs(L: int) -> np.ndarray:
 def loop(u, w, b, A, B_weight, B_bias, C):
     """Algorithm 2 of the paper, a block, a channel and a token at a time, with both modes of each pair."""
     rows, L, _ = u.shape
-    A, C = np.concatenate([A, A.conj()]), np.concatenate([C, C], axis=-1)
+    A, C = np.concatenate([A, A.conj()]), np.concatenate([C[0], C[0]], axis=-1)
     B_weight, B_bias = (np.concatenate([B, B.conj()], axis=-1) for B in (B_weight, B_bias))
     y = np.zeros_like(u)
     for row in range(rows):
@@ -61,6 +62,24 @@ def test_the_scan_is_the_published_loop(form):
         run = jax.jit(partial(b2s6_recurrence, ctx=Context(), implementation=form))
         y, _ = run(jnp.asarray(u), start, **jax.tree.map(jnp.asarray, values))
     np.testing.assert_allclose(y, loop(u, **values), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("form", ["sequential", "chunked"])
+def test_both_ways_are_read_as_each_alone(form):
+    """Of documents too, and with padding between them."""
+    values = jax.tree.map(jnp.asarray, weights()) | dict(
+        C=jnp.asarray(np.random.default_rng(2).normal(size=(2, J, P, N)))
+    )
+    u, start = jnp.asarray(inputs(40)), jnp.zeros((2, J * P, N), jnp.complex64)
+    segments = jnp.asarray([[1] * 15 + [0] * 5 + [2] * 20, [1] * 40])
+    ctx = Context(segments=segments, positions=document_positions(segments, open_reading(2))[0])
+    run = jax.jit(partial(b2s6_recurrence, implementation=form))
+    y, h = run(u, start, ctx, **values)
+    forward, end = run(u, start, ctx, **values | dict(C=values["C"][:1]))
+    backward, _ = run(u[:, ::-1], start, reverse(ctx), **values | dict(C=values["C"][1:]))
+    np.testing.assert_allclose(y, forward + backward[:, ::-1], rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(h, end, rtol=1e-5)
+    assert not np.allclose(forward, backward[:, ::-1], atol=0.1)
 
 
 def last_output(u, **values):
@@ -137,6 +156,6 @@ def test_it_starts_with_steps_in_range_and_outputs_of_the_size_of_its_inputs():
     A, B_weight, B_bias = (
         jax.lax.complex(*parts) for parts in ((-jnp.exp(p["A_real"]), p["A_imag"]), p["B_weight"], p["B_bias"])
     )
-    values = dict(w=p["w"], b=p["b"], A=A, B_weight=B_weight, B_bias=B_bias, C=p["C"][0])
+    values = dict(w=p["w"], b=p["b"], A=A, B_weight=B_weight, B_bias=B_bias, C=p["C"])
     y, _ = b2s6_recurrence(u, mixer.init_state(4, 0), Context(), None, **values)
     assert 0.5 < np.std(y[:, 128:]) < 2

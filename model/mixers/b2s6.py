@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from model.contract import Context
+from model.documents import reverse
 from model.layers import check_divides
 from model.mixers.mamba import inverse_softplus_dt
 from model.mixers.s4d import INITS, starting_modes
@@ -38,11 +39,13 @@ def b2s6_recurrence(
 
     Of J blocks of P channels each decides alone, by its part of the token: `dt_t = softplus(w u_t + b)`,
     `B_t = B_weight u_t` and `C_t = C u_t`. B_bias is a channel's own. u, y: [B, L, J P]; h0: [B, J P, N]; w, b: [J, P];
-    A: [N]; B_weight, B_bias, C: [J, P, N].
+    A: [N]; B_weight, B_bias: [J, P, N]; C: [W, J, P, N], of the W ways that a row is read, forward and maybe
+    backward too: outputs are their sum, and the state is that of the first. One scan runs them all, as rows of its own:
+    there are often too few to fill a GPU.
     """
     rows, L, D = u.shape
-    h0 = h0.reshape(rows, *w.shape, -1)
-    inputs = dict(x=u.reshape(rows, L, *w.shape)) | boundaries(ctx)
+    inputs = read(u.reshape(rows, L, *w.shape), ctx, len(C))
+    h0 = jnp.repeat(h0.reshape(rows, *w.shape, -1), len(C), axis=0)
     shared = (w, b, A, B_weight / A, B_bias / A, C)
     if implementation is None and L > 1 and not kernels_lack(u, A):
         implementation = "fused"
@@ -52,7 +55,14 @@ def b2s6_recurrence(
             y, h = by_kernels(inputs, h0, *shared)
     else:
         y, h = diagonal_scan(expand, contract, h0, inputs, shared, implementation=implementation)
-    return y.reshape(rows, L, D), h.reshape(rows, D, -1)
+    forward, *backward = jnp.moveaxis(y.reshape(rows, -1, L, D), 1, 0)
+    return sum((one[:, ::-1] for one in backward), start=forward), h.reshape(rows, len(C), D, -1)[:, 0]
+
+
+def read(x: Array, ctx: Context, W: int) -> dict[str, Array]:
+    """What the scan is told of each row, in one of W ways after another: `[B W, L, ...]`."""
+    ways = [dict(x=x) | boundaries(ctx), *(dict(x=x[:, ::-1]) | boundaries(reverse(ctx)) for _ in range(W - 1))]
+    return jax.tree.map(lambda *leaves: jax.lax.collapse(jnp.stack(leaves, axis=1), 0, 2), *ways)
 
 
 def expand(inputs, w, b, A, B_weight, B_bias, C):
@@ -66,7 +76,8 @@ def expand(inputs, w, b, A, B_weight, B_bias, C):
 
 
 def contract(h, inputs, w, b, A, B_weight, B_bias, C):
-    return 2 * jnp.sum(h.real * chosen(inputs["x"], C)[..., None, :], axis=-1)
+    x = inputs["x"]
+    return 2 * jnp.sum(h.real * of_each_way(x, C, x.ndim - 3)[..., None, :], axis=-1)
 
 
 def by_kernels(inputs, h0, w, b, A, B_weight, B_bias, C):
@@ -74,7 +85,7 @@ def by_kernels(inputs, h0, w, b, A, B_weight, B_bias, C):
 
     x, (dt, forgets) = inputs["x"], steps(inputs, w, b)
     keep = None if forgets is None else ~forgets
-    return fused_modes(x, dt, A, written(x, B_weight), 2 * chosen(x, C), B_bias, h0, keep)
+    return fused_modes(x, dt, A, written(x, B_weight), 2 * of_each_way(x, C, 0), B_bias, h0, keep)
 
 
 def steps(inputs: dict[str, Array], w: Array, b: Array) -> tuple[Array, Array | None]:
@@ -89,6 +100,12 @@ def steps(inputs: dict[str, Array], w: Array, b: Array) -> tuple[Array, Array | 
 def chosen(x: Array, weight: Array) -> Array:
     """What a block's part of the token makes of a weight, for all its channels: `[..., J, N]`."""
     return jnp.einsum("...jp,jpn->...jn", x, weight)
+
+
+def of_each_way(x: Array, C: Array, rows: int) -> Array:
+    """The same, where the rows of W ways, which are an axis of x, have weights of their own."""
+    x = x.reshape(*x.shape[:rows], -1, len(C), *x.shape[rows + 1 :])
+    return jax.lax.collapse(jax.vmap(chosen, (rows + 1, 0), rows + 1)(x, C), rows, rows + 2)
 
 
 def written(x: Array, weight: Array) -> Array:
@@ -137,8 +154,8 @@ class B2S6(StateSpace):
             B_weight=paired(self.weight("B_weight", normal(0.5 * P**-0.5), (2, J, P, N), maps)),
             B_bias=paired(self.weight("B_bias", normal(0.5), (2, J, P, N), maps)),
         )
-        both = self.weight("C", normal(P**-0.5), (1 if self.causal else 2, J, P, N), maps)
-        return [System(None, partial(b2s6_recurrence, **shared, C=C)) for C in both]
+        C = self.weight("C", normal(P**-0.5), (1 if self.causal else 2, J, P, N), maps)
+        return [System(None, partial(b2s6_recurrence, **shared, C=C))]
 
     def check(self) -> None:
         check_divides("b2s6's blocks", self.blocks, "its width,", self.width)

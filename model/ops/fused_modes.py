@@ -206,8 +206,8 @@ def gradients_kernel(see: Refs, dx, d_dt, dB, dC, dA, d_bias, start, scratch, *,
         def back(i, found, carry):
             g, dA, d_bias = carry
             i = Q // U - 1 - i
-            first, some = c * Q + i * U, list(map(laid, found))
-            h, known = of(scratch, i), []
+            h, found = found
+            first, some, known = c * Q + i * U, list(map(laid, found)), []
             for t, token in enumerate(some):
                 by = far(units, token)
                 h, moved = stepped(h, by, bias, token)
@@ -231,7 +231,8 @@ def gradients_kernel(see: Refs, dx, d_dt, dB, dC, dA, d_bias, start, scratch, *,
             return g, dA, d_bias
 
         def fetch(i):
-            return fetched(see, c * Q + (Q // U - 1 - i) * U, "x B C dy", U)
+            i = Q // U - 1 - i
+            return of(scratch, i), fetched(see, c * Q + i * U, "x B C dy", U)
 
         return walk(Q // U, fetch, back, carry)
 
@@ -328,7 +329,11 @@ def fused_backward(P, interpret, saved, grads):
         *[(struct(*x.shape), by_channel(tokens, F))] * 2,
         *[sums(2, N), sums(N)],
         *[part] * 3,
-        (struct(rows, P, Q // shape.U, 2, N, E), of_part(F, Q // shape.U, 2, N)),
+        # Of a program in one piece: it is written and read all the time.
+        (
+            struct(rows, P, E // F, Q // shape.U, 2, N, F),
+            pl.BlockSpec((None, None, None, Q // shape.U, 2, N, F), lambda e, p, b: (b, p, e, 0, 0, 0, 0)),
+        ),
     ]
     kernel = partial(gradients_kernel, tokens=tokens, shape=shape)
     given |= dict(x=x, B=B, states=states.reshape(rows, P, -1, 2, N, E), end=ends)

@@ -206,8 +206,8 @@ def gradients_kernel(see: Refs, dx, d_dt, dB, dC, dA, d_bias, start, scratch, *,
         def back(i, found, carry):
             g, dA, d_bias = carry
             i = Q // U - 1 - i
-            h, found = found
-            first, some, known = c * Q + i * U, list(map(laid, found)), []
+            first, some = c * Q + i * U, list(map(laid, found))
+            h, known = of(scratch, i), []
             for t, token in enumerate(some):
                 by = far(units, token)
                 h, moved = stepped(h, by, bias, token)
@@ -231,8 +231,7 @@ def gradients_kernel(see: Refs, dx, d_dt, dB, dC, dA, d_bias, start, scratch, *,
             return g, dA, d_bias
 
         def fetch(i):
-            i = Q // U - 1 - i
-            return of(scratch, i), fetched(see, c * Q + i * U, "x B C dy", U)
+            return fetched(see, c * Q + (Q // U - 1 - i) * U, "x B C dy", U)
 
         return walk(Q // U, fetch, back, carry)
 

@@ -203,6 +203,20 @@ def test_right_padding(case, causal):
         assert (np.abs(told_pull[~real]) < 1e-4).all()  # an FFT spreads rounding
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("case, causal", directed(CASES))
+def test_odd_inputs(case, causal):
+    """Rows of zeros, of numbers a hundred times as large, of nothing but padding: numbers come out, and gradients."""
+    if (mixer := in_direction(case, causal)) is None:
+        return
+    segments = np.asarray([[0] * L, [0, 1, 1, 0, 0, 1, 2, 0, 2, 2, 0, 2, 0, 0, 0, 2, 2, 0, 2, 0]])
+    (real, weight), x = places(segments), np.asarray(zoo.inputs(2, L))
+    for odd in (0 * x, 100 * x, np.where(np.arange(L)[:, None] % 3, x, 0)):
+        pull, y = zoo.run(mixer, odd, weight, zoo.context(segments))
+        assert np.isfinite(y[real]).all() and np.isfinite(pull).all()
+        assert (np.abs(pull[~real]) < 1e-7).all()
+
+
 LEAST = 0.01  # the share of the whole gradient below which a parameter's is not looked at any closer
 HALF = ("attention", "mla", "mamba", "mamba2", "rwkv", "s4d")  # in float16 too, one of a kind
 AWKWARD = [(case, length) for case in CASES for length in ([1, 63, 100] if case in BARE else [63])]

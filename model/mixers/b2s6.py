@@ -61,7 +61,9 @@ def b2s6_recurrence(
 
 def read(x: Array, ctx: Context, W: int) -> dict[str, Array]:
     """What the scan is told of each row, in one of W ways after another: `[B W, L, ...]`."""
-    ways = [dict(x=x) | boundaries(ctx), *(dict(x=x[:, ::-1]) | boundaries(reverse(ctx)) for _ in range(W - 1))]
+    ways = [dict(x=x) | boundaries(ctx)]
+    if W > 1:
+        ways.append(dict(x=x[:, ::-1]) | boundaries(reverse(ctx)))
     return jax.tree.map(lambda *leaves: jax.lax.collapse(jnp.stack(leaves, axis=1), 0, 2), *ways)
 
 

@@ -201,7 +201,8 @@ class StateSpace(Mixer):
     convolves: ClassVar[bool] = True  # whether None picks the convolution where nothing is carried or reset
 
     def systems(self) -> list[System]:
-        """Declares the parameters; one system forward and, if the model is bidirectional, one backward."""
+        """Declares the parameters; one system forward and, if the model is bidirectional, one backward: or one that
+        is read both ways."""
         raise NotImplementedError
 
     def state_shape(self) -> tuple[int, ...]:

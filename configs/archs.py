@@ -7,6 +7,8 @@ both ways, state spaces (s4, s4d, s5, lru, mega) have a second map out of their 
 small and 3 % above that; lstm, gru and hyena, which would have more, are matched anew.
 """
 
+from typing import Any
+
 from ml_collections import ConfigDict
 
 from model.entries import entry
@@ -211,18 +213,19 @@ BOTH_WAYS = {
 }
 
 
-def use(config: ConfigDict, arch: str) -> None:
-    """Writes a named architecture into a config's model section."""
+def use(config: ConfigDict, arch: str, **model: Any) -> None:
+    """Writes a named architecture into a config's model section, with these settings in place of its own."""
     config.model.update(choose("arch", arch, ARCHS))
+    config.model.update(model)
     use_layers(config, config.model.layers)
 
 
 def use_matched(config: ConfigDict, arch: str, size: str, both_ways: bool = False) -> None:
     """The same, with as many parameters as the others have at that size, reading forward or both ways."""
     shape = choose("size", size, SIZES)
-    use(config, arch)
+    choose("arch", arch, ARCHS)
     matched = MATCHED | BOTH_WAYS if both_ways else MATCHED
-    config.model.update(shape | choose("arch", arch, matched)[list(SIZES).index(size)])
+    use(config, arch, **shape | choose("arch", arch, matched)[list(SIZES).index(size)])
 
 
 def use_layers(config: ConfigDict, layers: int) -> None:

@@ -23,9 +23,7 @@ def get_config(argument: str = "") -> ConfigDict:
     arg = parse(argument, arch="attention", length=1024, size="small")
     size = choose("size", arg.size, SIZES)
     c = base.get_config()
-    archs.use(c, arg.arch)
-    c.model.update(size["model"])
-    archs.use_layers(c, c.model.layers)
+    archs.use(c, arg.arch, **size["model"])
     archs.read_bidirectionally(c)
     longest.use(c, arg.length)
     c.data.task = "majority"

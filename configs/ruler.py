@@ -62,9 +62,7 @@ def get_config(argument: str = "") -> ConfigDict:
     size = choose("size", arg.size, SIZES)
     asked = choose("task", arg.task, size["tasks"])
     c = base.get_config()
-    archs.use(c, arg.arch)
-    c.model.update(size["model"])
-    archs.use_layers(c, c.model.layers)
+    archs.use(c, arg.arch, **size["model"])
     c.data.task = "multi_key" if arg.task == "needles" else arg.task
     c.data[c.data.task] = dict(length=size["length"], **size["words"] | asked)
     c.test_lengths = tuple(size["length"] * 2**i for i in range((size["longest"] // size["length"]).bit_length()))

@@ -24,9 +24,7 @@ HEAD = 64  # channels, but no fewer than two heads
 def get_config(argument: str = "") -> ConfigDict:
     arg = parse(argument, arch="attention", size="110m", rows=16, length=2048)
     c = base.get_config()
-    archs.use(c, arg.arch)
-    c.model.update(choose("size", arg.size, SIZES))
-    archs.use_layers(c, c.model.layers)
+    archs.use(c, arg.arch, **choose("size", arg.size, SIZES))
     if "attention" in c.model.mixers:
         c.model.attention = dict(c.model.get("attention", {}), n_heads=max(2, c.model.width // HEAD))
     c.data.task = "noise"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from model.contract import Context
-from model.documents import document_positions, open_reading, reverse
+from model.documents import reverse
 from model.errors import UserError
 from model.mixers.b2s6 import B2S6, b2s6_recurrence
 from tests import zoo
@@ -71,8 +71,7 @@ def test_both_ways_are_read_as_each_alone(form):
         C=jnp.asarray(np.random.default_rng(2).normal(size=(2, J, P, N)))
     )
     u, start = jnp.asarray(inputs(40)), jnp.zeros((2, J * P, N), jnp.complex64)
-    segments = jnp.asarray([[1] * 15 + [0] * 5 + [2] * 20, [1] * 40])
-    ctx = Context(segments=segments, positions=document_positions(segments, open_reading(2))[0])
+    ctx = zoo.context([[1] * 15 + [0] * 5 + [2] * 20, [1] * 40])
     run = jax.jit(partial(b2s6_recurrence, implementation=form))
     y, h = run(u, start, ctx, **values)
     forward, end = run(u, start, ctx, **values | dict(C=values["C"][:1]))

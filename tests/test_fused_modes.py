@@ -1,5 +1,7 @@
 """The GPU kernels of B2S6's scan, interpreted, against the recurrence in float64; and that they lower for a GPU."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,8 +10,10 @@ from jax import lax
 
 from model.contract import Context
 from model.errors import UserError
+from model.mixers import b2s6
 from model.mixers.b2s6 import B2S6
 from model.ops import fused_modes as op
+from tests import zoo
 from tests.test_fused_selective import for_a_gpu, values_and_gradients
 
 B, J, D, N = 2, 2, 6, 4
@@ -107,6 +111,23 @@ def test_how_far_a_step_moves_is_known_at_any_length():
 def test_kernels_lower_for_a_gpu():
     text = for_a_gpu(lambda x: op.fused_modes(**x, keep=jnp.ones((B, 256), bool), P=2), narrow(inputs(256)))
     assert all(f'name = "modes_{kernel}' in text for kernel in ("ends", "outputs", "adjoints", "gradients"))
+
+
+def test_rows_read_both_ways_are_those_of_the_recurrence(monkeypatch):
+    """In one launch, each with the C of its way; of documents too, with padding between them."""
+    monkeypatch.setattr(op, "fused_modes", partial(op.fused_modes, interpret=True))
+    monkeypatch.setattr(b2s6, "kernels_lack", lambda u, A: [])
+    draw, maps = np.random.default_rng(0).normal, (J, D, N)
+    values = dict(w=draw(size=(J, D)), b=draw(size=(J, D)) - 2, A=-0.5 + 3j * np.arange(N), C=draw(size=(2, *maps)))
+    values |= {name: draw(size=maps) + 1j * draw(size=maps) for name in ("B_weight", "B_bias")}
+    values = {k: v.astype(np.complex64 if np.iscomplexobj(v) else np.float32) for k, v in values.items()}
+    u, start = draw(size=(B, 40, J * D)).astype(np.float32), jnp.zeros((B, J * D, N), jnp.complex64)
+    ctx = zoo.context([[1] * 15 + [0] * 5 + [2] * 20, [1] * 40])
+    y, h = b2s6.b2s6_recurrence(u, start, ctx, "fused", **values)
+    true_y, true_h = b2s6.b2s6_recurrence(u, start, ctx, "sequential", **values)
+    real = np.asarray(ctx.segments) > 0
+    assert np.abs(y - true_y)[real].max() <= 2e-5 * np.abs(true_y).max()
+    assert np.abs(h - true_h).max() <= 2e-5 * np.abs(true_h).max()
 
 
 @pytest.mark.quick

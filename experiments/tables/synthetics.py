@@ -51,7 +51,7 @@ def induction_heads(scale: str) -> list[RunSpec]:
 
 def recall(scale: str) -> list[RunSpec]:
     """Zoology's grid: architectures in several widths and at several rates, recalling several numbers of pairs."""
-    archs = ("attention", "s4d", "rwkv", "rglru", "mamba", "mamba2")
+    archs = ("attention", *RECURRENT)
     widths, pairs, rates, seeds = choose(
         "scale",
         scale,
@@ -87,7 +87,10 @@ TABLES = [
         name="selective_copying",
         description="tokens scattered among noise, copied in order",
         runs=partial(
-            over_archs, "selective_copying", ("attention", "lstm", *RECURRENT), {"small": 3, "smoke": 1, "paper": 3}
+            over_archs,
+            "selective_copying",
+            ("attention", "alibi", "lstm", *RECURRENT, "b2s6", "hybrid"),
+            {"small": 3, "smoke": 1, "paper": 3},
         ),
         scales=("small", "smoke", "paper"),
         by=("arch",),

@@ -1,4 +1,4 @@
-"""What a user types: every mistake ends in one line and exit code 2; every command in the README runs."""
+"""What a user types: every mistake ends in one line and exit code 2; every command on the pages runs."""
 
 import ast
 import re
@@ -9,6 +9,7 @@ import pytest
 
 from model.command import run as run_main
 from model.errors import LESS_MEMORY, NoRoom, UserError
+from tests.pages import PAGES
 from tests.processes import ROOT, fork, run
 
 CONFIG = "--config=configs/debug.py"
@@ -156,8 +157,8 @@ def test_what_is_no_mistake_of_ours_ends_in_one_line(error, code, told, capsys, 
 
 
 def readme_commands() -> list[str]:
-    """Commands in the shell blocks of the README and of the page on scale, continuation lines joined."""
-    text = "".join((ROOT / page).read_text() for page in ("README.md", "SCALE.md"))
+    """Commands in the shell blocks of all pages, continuation lines joined."""
+    text = "".join(page.read_text() for page in PAGES)
     blocks = re.findall(r"```(?:sh|bash)\n(.*?)```", text, flags=re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [line.split("  #")[0].strip() for line in lines if line.strip() and not line.startswith("#")]

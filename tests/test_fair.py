@@ -238,7 +238,7 @@ def test_the_lines_of_a_column_train_alike(name, tmp_path):
     assert all(len(found) == 1 for found in trained.values())
 
 
-def test_the_readme_states_the_rules_of_the_code():
+def test_the_page_on_tables_states_the_rules_of_the_code():
     rules = [line for line in inspect.getdoc(table).splitlines() if line.startswith("- ")]
     assert len(rules) == 6
-    assert "\n".join(rules) in (ROOT / "README.md").read_text()
+    assert "\n".join(rules) in (ROOT / "experiments" / "README.md").read_text()

@@ -1,4 +1,4 @@
-"""Softmax attention with a key-value cache, whole or a ring."""
+"""Softmax attention (https://arxiv.org/abs/1706.03762) with a key-value cache, whole or a ring."""
 
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal

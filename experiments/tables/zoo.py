@@ -5,31 +5,32 @@ import re
 import sys
 from pathlib import Path
 
-from experiments.measurements.scaling import ALONE, make
+from experiments.measurements.scaling import ALONE, claims, make
 from experiments.measurements.sheet import markdown_table
 from experiments.tables.overview import costs
 from model.contract import Mixer
 
-LENGTHS = (1024, 65_536)  # tokens that a state has seen
-SIZE = dict(width=256, dtype="bfloat16")  # of the layer, as `bench scaling` times it on a GPU
+TOKENS = (1024, 65_536)  # that a state has seen
+TIMED = "ms, length 65,536"  # a heading of `costs`
+SIZE = dict(width=256, dtype="bfloat16")  # of the layer that is timed on a GPU
 PAPER = re.compile(r"(?:https://arxiv\.org/abs/|arXiv:)(\d{4}\.\d{5})")
-CITED = re.compile(rf",? ?\((?:FoX, |NSA, )?{PAPER.pattern}\)")  # how a first line names its paper
+CITED = re.compile(r" \([^()]*\d{4}\.\d{5}\)")
 POWERS = {1: "L", 1.5: "L^1.5", 2: "L^2"}
 
 
 def zoo(results: Path) -> str:
     """Markdown, a line per mixer; milliseconds of a step are those measured, blank where none are."""
-    timed = costs(results / "bench_scaling.jsonl")
-    heading = next(iter(timed))
-    header = ["mixer", "what it is", "reads", "time", "memory", *(f"state, {n:,}" for n in LENGTHS), heading]
-    body = [[*line(name, cls), timed[heading].get(name, "")] for name, cls in sorted(ALONE.items())]
+    measured = costs(results / "bench_scaling.jsonl")[TIMED]
+    header = ["mixer", "what it is", "reads", "time", "memory", *(f"state, {n:,}" for n in TOKENS), TIMED]
+    body = [[*line(name, cls), measured.get(name, "")] for name, cls in sorted(ALONE.items())]
     return markdown_table(header, body, [False] * 5 + [True] * (len(header) - 5))
 
 
 def line(name: str, cls: type[Mixer]) -> list[str]:
-    said = inspect.getdoc(cls).partition("\n")[0]
-    work = cls.cost if cls.work is None else cls.work
-    return [linked(name, cls), CITED.sub("", said), reads(cls), POWERS[work], POWERS[cls.cost], *states(name, cls)]
+    said = CITED.sub("", inspect.getdoc(cls).partition("\n")[0])
+    claimed = claims(cls)
+    powers = [POWERS[claimed["claimed_time"]], POWERS[claimed["claimed_memory"]]]
+    return [linked(name, cls), said, reads(cls), *powers, *states(name, cls)]
 
 
 def linked(name: str, cls: type[Mixer]) -> str:
@@ -47,5 +48,5 @@ def reads(cls: type[Mixer]) -> str:
 def states(name: str, cls: type[Mixer]) -> list[str]:
     """Bytes that a row's past takes, after each number of tokens; none where a row is only read whole."""
     if cls.both_ways_only:
-        return [""] * len(LENGTHS)
-    return [f"{make(name, length, **SIZE).state_bytes(length):,}" for length in LENGTHS]
+        return [""] * len(TOKENS)
+    return [f"{make(name, tokens, **SIZE).state_bytes(tokens):,}" for tokens in TOKENS]

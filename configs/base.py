@@ -112,7 +112,8 @@ class Optim:
     eps: Positive = 1e-8
     clip: NotNegative = 1.0  # global norm; 0: off
     accumulate: Count = 1  # micro-batches per step
-    frozen: tuple[Name, ...] = ()  # regular expressions of whole parameter paths that are not trained
+    # Regular expressions of whole parameter paths that are not trained; a batch norm still norms by the batch then.
+    frozen: tuple[Name, ...] = ()
     ssm_lr: NotNegative = 1.0  # factor on the learning rate of the parameters a mixer puts in its `ssm` group
     # Regular expressions of whole parameter paths, and the group they are in whatever their mixer says.
     groups: tuple[tuple[Name, Literal["decay", "no_decay", "ssm"]], ...] = ()
@@ -186,7 +187,8 @@ class Base:
     # What the test score is of: the last step, or the first with the best validation score, which is then always saved.
     test_at: Literal["last", "best"] = "last"
     target: Fraction = 0.0  # stop early once validation accuracy reaches this; 0: never
-    # On a non-finite loss: stop, skip (drop the update) or rollback (to the last checkpoint).
+    # On a non-finite loss: stop, skip (drop the update) or rollback: to the last checkpoint, be it one that a stop
+    # left, so that here alone a run that was stopped may differ from one that was not.
     nonfinite: Literal["stop", "skip", "rollback"] = "stop"
     max_rollbacks: Whole = 3
     # Steps that the devices are given at once, where nothing is due in between; fewer take as long. 0: 10 on GPUs and

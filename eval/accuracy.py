@@ -9,11 +9,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from data import pipeline
 from eval.report import changed, columns, provenance, write
 from eval.restore import Restored
 from train.evaluate import bits_per_byte, mean, tally
 from train.objective import Objective
+from train.scores import batches_of
 
 Totals = Mapping[str, tuple[np.ndarray, np.ndarray]]  # metric -> (sum, count)
 
@@ -34,8 +34,7 @@ def accuracy(restored: Restored, *, split: str) -> None:
 def measure(restored: Restored, split: str) -> dict[str, Any]:
     """Numbers over the first `eval_batches` batches of a split, or over all of it."""
     run, c = restored.run, restored.run.config
-    batches = pipeline.eval_batches(run.task, c.data.seed, split, c.batch_size, c.eval_batches)
-    totals = tally(run.eval_step, restored.params, batches, run.batch_sharding)
+    totals = tally(run.eval_step, restored.params, batches_of(run, split), run.batch_sharding)
     loss = float(mean(*totals["loss"]))
     asked, there = c.eval_batches * c.batch_size, run.task.size(split)
     return {

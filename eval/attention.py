@@ -50,7 +50,7 @@ def attention(restored: Restored, *, split: str, examples: int, prompt: str) -> 
     report = provenance(restored, PROMPT if prompt else split)
     report |= {"prompt": prompt} if prompt else {"examples": examples}
     report["layers"] = [{"layer": i, "mixer": mixers[i % len(mixers)], **layer} for i, layer in enumerate(numbers)]
-    name = f"prompt-{hashlib.sha256(repr(prompt).encode()).hexdigest()[:8]}" if prompt else split
+    name = f"prompt-{hashlib.sha256(repr(prompt).encode()).hexdigest()[:8]}" if prompt else f"{split}-{examples}"
     path = write(restored, "attention", name, report)
     pictures = [path.with_name(f"{path.stem}-{kind}.png") for kind in ("maps", "summary")]
     title = headline(report)

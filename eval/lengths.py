@@ -1,7 +1,7 @@
 """Accuracy of a checkpoint at every length of `test_lengths`; over length and the bins of an attribute, a picture."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,18 +24,31 @@ def lengths(restored: Restored, *, split: str) -> None:
     if not asked:
         raise UserError("test_lengths is (); give those to ask at, such as --config.test_lengths=128,256,512")
     others = {length: dataclasses.replace(restored, run=at_length(restored.run, length)) for length in asked}
-    found = {length: measure(other, split) for length, other in others.items()}
+    found = dict(measured(others, split))
+    if not found:
+        raise UserError(
+            f"this model can be asked at none of test_lengths {asked}; closest: a length that it was trained on"
+        )
     report = provenance(restored, split) | {"lengths": {str(length): one for length, one in found.items()}}
     path = write(restored, "lengths", split, report)
-    console, metric = Console(highlight=False), headline(found)
-    for name in found[asked[0]]["slices"]:
+    console, metric, reached = Console(highlight=False), headline(found), tuple(found)
+    for name in next(iter(found.values()))["slices"]:
         labels, values = grid(found, name, metric)
         console.print(table(name, labels, found, values))
         picture = path.with_name(f"{path.stem}-{name}.png")
-        draw_grid(picture, f"{restored.run.task.name}: {metric} by length and {name}", (name, labels), asked, values)
+        draw_grid(picture, f"{restored.run.task.name}: {metric} by length and {name}", (name, labels), reached, values)
         print(picture)
     console.print(table(metric, ("all",), found, np.array([[one["metrics"][metric] for one in found.values()]])))
     print(path)
+
+
+def measured(others: Mapping[int, Restored], split: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """At each length; where the model cannot go that is said, as a run does."""
+    for length, other in others.items():
+        try:
+            yield length, measure(other, split)
+        except UserError as error:
+            print(f"not measured at length {length}: {error}")
 
 
 def headline(found: Measured) -> str:

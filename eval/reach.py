@@ -7,7 +7,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from data import bins, pipeline
+from data import bins
 from eval.continuation import check_tokens
 from eval.report import columns, provenance, write
 from eval.restore import Restored
@@ -16,6 +16,7 @@ from train.evaluate import fetch, mean
 from train.objective import Batch, row_weights
 from train.reach import last_place, sensitivity
 from train.run import on_mesh
+from train.scores import batches_of
 from train.sharding import put_batch
 
 
@@ -46,7 +47,7 @@ def measure(restored: Restored, split: str) -> list[dict[str, Any]]:
     params = {"fresh": run.init().params, "trained": restored.params}
     totals = {name: np.zeros(len(labels)) for name in params}
     counts = np.zeros(len(labels))
-    for batch in pipeline.eval_batches(run.task, c.data.seed, split, c.batch_size, c.eval_batches):
+    for batch in batches_of(run, split):
         rows = put_batch(batch, run.batch_sharding)
         for name in params:
             norms, last, real = fetch(step(params[name], rows))

@@ -41,9 +41,10 @@ def provenance(restored: Restored, split: str) -> dict[str, Any]:
 
 
 def write(restored: Restored, suite: str, split: str, report: dict[str, Any]) -> Path:
-    """Writes `WORKDIR/eval/SUITE-SPLIT-STEP.json`, with a hash appended if the config was overridden."""
+    """Writes `WORKDIR/eval/SUITE-SPLIT-STEP.json`, with a hash appended if config or data are not as in training."""
     config = restored.run.config
     other = f"-{configs.digest(config)}" if configs.changes(restored.trained, config) else ""
+    other += f"-{restored.other_data[:8]}" if restored.other_data else ""
     path = restored.folder / "eval" / f"{suite}-{split}-{restored.step}{other}.json"
     try:
         path.parent.mkdir(exist_ok=True)

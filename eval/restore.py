@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from absl import logging
 from ml_collections import ConfigDict
 
 from model.errors import UserError, closest
@@ -12,7 +13,7 @@ from train import checkpoint, hosts
 from train import config as configs
 from train.checkpoint import choose_step
 from train.run import Run, prepare
-from train.workdir import refuse_remote
+from train.workdir import read_json, refuse_remote
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Restored:
     run: Run  # built from `trained` with the overrides in force
     step: int
     params: Any
+    other_data: str = ""  # the fingerprint of its data, where they are no longer what it was trained on
 
 
 def restore(workdir: str, step: str, overrides: Iterable[tuple[str, str]] = ()) -> Restored:
@@ -41,14 +43,26 @@ def restore(workdir: str, step: str, overrides: Iterable[tuple[str, str]] = ()) 
 
     chosen = hosts.agree(find)  # the run may save another step while hosts look for the latest
     run = prepare(configs.load(str(file), overrides))
-    hosts.same(lambda: {"data fingerprint": run.task.fingerprint(run.config.data.seed)})
+    fingerprint, trained = run.task.fingerprint(run.config.data.seed), configs.load(str(file))
+    hosts.same(lambda: {"data fingerprint": fingerprint})
+    asked_otherwise = any(key.startswith("data.") for key in configs.changes(trained, run.config))
+    other = "" if asked_otherwise or known_data(folder) in (None, fingerprint) else fingerprint
+    if other:
+        logging.warning("the data of task %s have changed since %s was trained on them", run.task.name, workdir)
     return Restored(
         folder=folder,
-        trained=configs.load(str(file)),
+        trained=trained,
         run=run,
         step=chosen,
         params=load(checkpoints, run.abstract.params, chosen),
+        other_data=other,
     )
+
+
+def known_data(folder: Path) -> str | None:
+    """The fingerprint of what a run was trained on, if it was noted."""
+    file = folder / "data.json"
+    return read_json(file, fingerprint=str)["fingerprint"] if file.exists() else None
 
 
 def load(checkpoints: Path, like: Any, step: int) -> Any:

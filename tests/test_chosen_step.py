@@ -7,8 +7,9 @@ from tests.test_hosts import command, pair
 from tests.test_train import load, stop_after
 from train import loop
 from train.checkpoint import load_params, steps
-from train.loop import measure, train
+from train.loop import train
 from train.run import prepare
+from train.scores import measure
 from train.workdir import read_json
 
 SMALL = [("steps", "20"), ("eval_every", "4"), ("eval_batches", "1"), ("model.layers", "1"), ("keep", "1")]

@@ -25,7 +25,7 @@ from tests.processes import call
 from tests.processes import run as run_command
 from tests.test_report import row
 from train import config as configs
-from train import loop
+from train import loop, scores
 from train.loop import train
 from train.run import at_length, prepare
 
@@ -75,13 +75,13 @@ def test_trivial_scores_are_those_of_each_length():
     """A mix of lengths is tested with a quarter of a row pairs, so that the longer a row, the more values it shows."""
     sizes = (("train", "((16, 2, 64),)"), ("test", "((16, 2), (32, 8))"), ("length", "32"), ("vocab_size", "64"))
     run = prepare(configs.load("configs/based_recall.py:size=smoke", [(f"data.mqar_mix.{k}", v) for k, v in sizes]))
-    known = loop.baselines_at(run, {length: at_length(run, length) for length in (16, 32, 64)})
+    known = scores.baselines_at(run, {length: at_length(run, length) for length in (16, 32, 64)})
     assert {length: found["any value shown"] for length, found in known.items()} == {
         "16": 1 / 4,
         "32": 1 / 8,
         "64": 1 / 16,
     }
-    assert loop.baselines_at(run, {32: run}) == {}, "its own need not be said twice"
+    assert scores.baselines_at(run, {32: run}) == {}, "its own need not be said twice"
     metrics = {f"test/length_{length}/accuracy": 0.5 for length in (16, 32, 64)}
     tested = row({"arch": "a"}, 0, 0.5, baselines=run.objective.baselines(), length_baselines=known)
     made = sheet([{**tested, "metrics": metrics}], Layout("test/accuracy", ("arch",), across="length"))
@@ -95,7 +95,7 @@ def test_only_a_lack_of_memory_is_no_reason_to_stop():
 
     other = replace(at_length(prepare(load()), 32), eval_step=broken)
     with pytest.raises(jax.errors.JaxRuntimeError, match="it broke"):
-        loop.at_lengths({32: other}, SimpleNamespace(params=None))
+        scores.at_lengths({32: other}, SimpleNamespace(params=None))
 
 
 ONE_OF_TWO = "jax.jit(lambda x: (x[0], n.arange(2.0**48) + x[1]))(n.ones(2))[0]"  # begun, and then without room

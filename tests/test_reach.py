@@ -16,10 +16,10 @@ from eval.restore import Restored
 from model.errors import UserError
 from model.layers import Embed
 from train import config as configs
-from train.loop import validate
 from train.objectives import Reach
 from train.reach import last_place, sensitivity
 from train.run import prepare
+from train.scores import validate
 
 pytestmark = pytest.mark.usefixtures("quickly_compiled", "quick_draws")
 SMALL = [("model.width", "8"), ("model.layers", "1"), ("batch_size", "8"), ("eval_batches", "2")]
@@ -57,7 +57,7 @@ def test_gradients_are_those_of_the_embedded_tokens():
         with nn.intercept_methods(moved):
             logits, _ = run.model.apply({"params": params}, batch["inputs"], at=batch["at"])
         logits = logits[:, 0]
-        return jnp.sum(logits * jax.random.rademacher(jax.random.key(0), logits.shape, logits.dtype), axis=1)
+        return jnp.sum(logits * jax.random.rademacher(jax.random.key(0), logits.shape[1:], logits.dtype), axis=1)
 
     for place in (0, 5, 11):
         square = np.zeros(8)

@@ -22,9 +22,10 @@ from model.seq2seq import Decoder, Seq2Seq, Source, attending
 from model.source_target import boundary, divide
 from train import config as configs
 from train.log import read_metrics
-from train.loop import train, validate
+from train.loop import train
 from train.objectives import TaskTargets
 from train.run import at_length, prepare
+from train.scores import validate
 from train.step import init_state, train_step
 
 V, D, S, T = 10, 16, 6, 4

@@ -157,6 +157,15 @@ class Checkpoints:
     def best_step(self) -> int | None:
         return best_step(self.directory)
 
+    def good_best(self) -> int | None:
+        """The best step whose parameters are as they were saved; better ones that are damaged are put aside."""
+        while (step := hosts.agree(self.best_step)) is not None:
+            folder = step_folder(self.directory, step)
+            if (found := _damage(folder, f"{arrays.PARAMS}/")) is None:
+                break
+            hosts.agree(functools.partial(self._put_aside, folder, "damaged", f"is damaged: {found}"))
+        return step
+
     def best_score(self) -> float:
         """The score of the best step, minus infinity where no step has one."""
         return hosts.agree(lambda: _best(self.directory)[0])

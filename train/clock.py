@@ -24,7 +24,10 @@ class Clock:
 
     start: float = dataclasses.field(default_factory=time.monotonic)
     before: float = 0.0
-    last: float | None = None
+    last: float | None = None  # when steps were last done
+    # When each dispatch that is not done yet was taken; None of the one that compiles.
+    taken: deque[float | None] = dataclasses.field(default_factory=deque)
+    rate: float | None = None  # of steps that earlier processes took
     steps: list[float] = dataclasses.field(default_factory=list)
     waited: float = 0.0
     told: tuple[float, float] = (0.0, 0.0)  # wall and waited when `data_wait` was last asked
@@ -34,9 +37,9 @@ class Clock:
         default_factory=lambda: {phase: deque(maxlen=RECENT) for phase in PHASES}
     )
 
-    def resume(self, wall: float, waited: float) -> None:
+    def resume(self, wall: float, waited: float, rate: float | None = None) -> None:
         """Goes on from what earlier processes noted."""
-        self.before, self.waited = wall, waited
+        self.before, self.waited, self.rate = wall, waited, rate
         self.told = self.wall(), waited
 
     def enter(self, phase: str) -> None:
@@ -48,18 +51,22 @@ class Clock:
 
     def take_steps(self) -> None:
         """What follows is a step; the first one is compiled."""
-        self.enter("step" if self.visits["compile"] else "compile")
+        compiled = bool(self.visits["compile"])
+        self.enter("step" if compiled else "compile")
+        self.taken.append(self.phase[1] if compiled else None)
 
     def tick(self, n: int = 1) -> None:
         """n more steps are done."""
-        now = time.monotonic()
-        if self.last is not None:
-            self.steps += n * [(now - self.last) / n]
+        now, taken = time.monotonic(), self.taken.popleft() if self.taken else None
+        since = taken if self.last is None else self.last
+        if since is not None:
+            self.steps += n * [(now - since) / n]
         self.last = now
 
     def pause(self) -> None:
-        """What happens until the next tick is not a step."""
+        """What happens until steps are next taken is none, and those not done yet will not be."""
         self.last = None
+        self.taken.clear()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -84,5 +91,6 @@ class Clock:
         return self.before + time.monotonic() - self.start
 
     def steps_per_s(self) -> float | None:
+        """By the median of this process, or, where it has taken none, what an earlier one noted."""
         median = statistics.median(self.steps) if self.steps else math.nan
-        return round(1 / median, 2) if median > 0 else None
+        return round(1 / median, 2) if median > 0 else self.rate

@@ -36,6 +36,7 @@ class Contrastive(Objective):
     temperature: Positive = 0.07  # cosines are divided by it
 
     name: ClassVar[str] = "contrastive"
+    compares_rows: ClassVar[bool] = True
 
     def check_task(self, task: Task) -> None:
         if not task.pair:

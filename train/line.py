@@ -36,9 +36,10 @@ Message = dict[str, Any]
 def end_process(code: int, text: str) -> NoReturn:
     """Ends this process at once: nothing that could wait for the others runs any more."""
     try:
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # nobody may be there to read
+            sys.stdout.flush()
+            os.write(2, f"{text}\n".encode())
     finally:
-        os.write(2, f"{text}\n".encode())
         os._exit(code)
 
 

@@ -20,6 +20,19 @@ from model.errors import UserError
 from train.workdir import write_text
 
 
+def say(line: str) -> None:
+    """Prints a line. Where nobody reads any more (a pipe to what has ended, a full disk), that alone is lost."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        mute()
+
+
+def mute() -> None:
+    """What is printed from here on goes nowhere; what Python still holds of it must go somewhere too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The events of a log, which may belong to a run that is still going or was killed while it wrote."""
     return [event for _, event in _lines(Path(path))]
@@ -203,10 +216,15 @@ class Progress:
         return " | ".join([f"step {self._step}/{self._total}", *values, *timing])
 
     def _draw(self) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, completed=self._step, description=self.line(), refresh=True)
-        else:
-            print(self.line(), file=self._stream, flush=True)
+        """Who watches may leave; the run goes on."""
+        try:
+            if self._bar is not None:
+                self._bar.update(self._task, completed=self._step, description=self.line(), refresh=True)
+            else:
+                print(self.line(), file=self._stream, flush=True)
+        except OSError:
+            self._silent = True
+            mute()
 
     def __enter__(self) -> "Progress":
         if self._bar is not None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
@@ -13,21 +13,21 @@ import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
-from data import pipeline
-from model.errors import UserError, out_of_memory
+from model.errors import UserError
 from train import checkpoint, hosts, identity, profile, start, streaming
 from train import config as configs
 from train.checkpoint import Checkpoints
 from train.clock import Clock
 from train.dispatch import apart, steps_from
-from train.evaluate import bits_per_byte, counts, fetch, mean, means, scalars, slices, tally
+from train.evaluate import fetch, mean
 from train.feed import Feed
 from train.goodput import Ledger
 from train.identity import sign_run
-from train.log import MetricsLog, Progress
+from train.log import MetricsLog, Progress, say
 from train.manifest import read_manifest, step_folder
 from train.revision import revision, source_digest
 from train.run import Run, at_length, prepare, say_what_is_decided
+from train.scores import at_lengths, baselines_at, measure, validate
 from train.sharding import replicated
 from train.step import RunState
 from train.watchdog import Watchdog
@@ -87,11 +87,19 @@ def resume(run: Run, checkpoints: Checkpoints, source: start.Source | None, cloc
         state = start.begin(run, source)
         return Begun(0, state, {}, source.origin if source else None, [revision()], resumed=False)
     step, state = restored
-    print(f"resumed at step {step}")
+    if step > run.config.steps:
+        raise UserError(f"steps is {run.config.steps}, and this run has taken {step} already; closest: {step}")
+    say(f"resumed at step {step}")
     noted = read_manifest(step_folder(checkpoints.directory, step))["extra"]
-    clock.resume(noted.get("wall_s", 0.0), noted.get("data_wait_s", 0.0))
+    clock.resume(noted.get("wall_s", 0.0), noted.get("data_wait_s", 0.0), noted.get("steps_per_s"))
     revisions = list(dict.fromkeys([*noted.get("revisions", []), revision()]))
-    return Begun(step, state, noted.get("scores", {}), noted.get("init"), revisions, resumed=True)
+    asked = run.config.eval_batches  # may have changed, and then the scores are of other rows
+    scores = noted.get("scores", {}) if noted.get("eval_batches", asked) == asked else {}
+    return Begun(step, state, scores, noted.get("init"), revisions, resumed=True)
+
+
+class Stopped(Exception):
+    """A signal has asked the run to stop, and all that was done is saved."""
 
 
 def loop(
@@ -103,20 +111,65 @@ def loop(
     source: start.Source | None = None,
     ledger: Ledger | None = None,
 ) -> dict[str, Any] | None:
-    c, ledger = run.config, ledger or Ledger(Clock())
+    ledger = ledger or Ledger(Clock())
     clock = ledger.clock
-    step, state, scores, origin, revisions, resumed = resume(run, checkpoints, source, clock)
-    extra = {"init": origin, "revisions": revisions}
-    changes = sign_run(run, folder, fingerprint, step, origin)
-    if origin and not resumed:  # so that whatever happens from here on, the source is not read again
-        save(checkpoints, step, state, None, scores, clock, extra)
+    begun = resume(run, checkpoints, source, clock)
+    extra = {"init": begun.origin, "revisions": begun.revisions}
+    changes = sign_run(run, folder, fingerprint, begun.step, begun.origin)
+    if begun.origin and not begun.resumed:  # so that whatever happens from here on, the source is not read again
+        save(checkpoints, begun.step, begun.state, None, begun.scores, run, clock, extra)
+    try:
+        with graceful_stop() as stop_requested:
+            trained = take_steps(run, folder, checkpoints, begun, extra, ledger, stop_requested)
+
+            def begin() -> None:
+                """Of each part of the tests, which may be long: a signal ends them there."""
+                if stop_requested():
+                    raise Stopped
+                clock.enter("evaluate")
+
+            clock.enter("save")
+            checkpoints.wait()
+            found = untested(run, trained) if trained.broke else tested(run, checkpoints, lengths, trained, begin)
+    except Stopped:
+        say(f"stopped at step {checkpoints.steps()[-1]}, saved; run the same command to go on")
+        return None
+    clock.enter("save")
+    ended = {"status": trained.status, "steps": trained.step, "nonfinite": trained.nonfinite, **found}
+    return finish(run, folder, ledger, fingerprint, ended | {"changes": changes, **extra})
+
+
+class Trained(NamedTuple):
+    """Where the steps have led."""
+
+    status: str
+    step: int
+    state: RunState
+    scores: dict[str, float]  # of validation at this step
+    nonfinite: int  # steps that were
+
+    @property
+    def broke(self) -> bool:
+        return self.status == "nonfinite"
+
+
+def take_steps(
+    run: Run,
+    folder: Path,
+    checkpoints: Checkpoints,
+    begun: Begun,
+    extra: dict[str, Any],
+    ledger: Ledger,
+    stop_requested: Callable[[], bool],
+) -> Trained:
+    """Trains to the last step, the target or a step that breaks the run, logging and saving; raises Stopped."""
+    c, clock, (step, state, scores) = run.config, ledger.clock, begun[:3]
     best = checkpoints.best_score()
-    broke, pending, nonfinite = False, None, int(state.nonfinite)
+    pending, nonfinite = None, int(state.nonfinite)
 
     with (
-        MetricsLog(folder / "metrics.jsonl", step if resumed else None, c.tensorboard) as log,
+        MetricsLog(folder / "metrics.jsonl", step if begun.resumed else None, c.tensorboard) as log,
         Progress(c.steps, step) as progress,
-        graceful_stop() as stop_requested,
         Feed(run, state) as feed,
     ):
         ledger.begin(step, log.reached)
@@ -145,20 +198,26 @@ def loop(
             nonfinite += len(broken)
             if broken and c.nonfinite != "skip":
                 # What follows is reckoned from the step that broke, not from the one at which that was found.
-                broke = c.nonfinite == "stop" or int(state.rollbacks) >= c.max_rollbacks
-                if broke:
-                    step = broken[0]
-                    break
+                if c.nonfinite == "stop" or int(state.rollbacks) >= c.max_rollbacks:
+                    logging.error("non-finite loss at step %d; the last good checkpoint is kept", broken[0])
+                    return Trained("nonfinite", broken[0], state, scores, nonfinite)
+                clock.pause()
                 clock.enter("restore")
                 step, state = roll_back(run, checkpoints, state, broken[0], nonfinite)
                 ledger.go_back(step)
                 log.rewind(step)
                 log.write(step, event=f"step {broken[0]} was not finite: rolled back")
                 feed.seek(state)
-                pending = None
+                pending, scores = None, {}
                 continue
             if at_eval:
-                scores = evaluated(run, state, step, log, progress, clock)
+                try:
+                    scores = evaluated(run, state, step, log, progress, clock)
+                except Exception:
+                    if jax.process_count() == 1:  # else one may have failed alone, and would wait for the others
+                        log.sync()
+                        save(checkpoints, step, state, None, {}, run, clock, extra)
+                    raise
                 reached = has_reached(scores, c)
             # A new best is saved wherever it is found, unless nothing is to be saved before the end.
             keeps_best = c.checkpoint_every or c.test_at == "best"
@@ -170,23 +229,13 @@ def loop(
                 log.sync()  # on the disk before the step that vouches for it
                 # The step to test is the first of equals, else a stop at a later one would change which it is.
                 score = rank(scores, c.best) if at_eval and (at_best or c.test_at == "last") else None
-                save(checkpoints, step, state, score, scores if at_eval else {}, clock, extra)
+                save(checkpoints, step, state, score, scores if at_eval else {}, run, clock, extra)
             if at_eval or at_save:
                 clock.pause()
-            if stop and step < c.steps and not reached:
+            if stop:
                 checkpoints.wait()
-                print(f"stopped at step {step}, saved; run the same command to go on")
-                return None
-    if broke:
-        logging.error("non-finite loss at step %d; the last good checkpoint is kept", step)
-        status, found = "nonfinite", untested(c, scores)
-    else:
-        clock.enter("evaluate")
-        status, found = "target" if reached else "finished", tested(run, checkpoints, lengths, step, state, scores)
-    clock.enter("save")
-    checkpoints.wait()
-    ended = {"status": status, "steps": step, "nonfinite": nonfinite, **found, "changes": changes, **extra}
-    return finish(run, folder, ledger, fingerprint, ended)
+                raise Stopped
+    return Trained("target" if reached else "finished", step, state, scores, nonfinite)
 
 
 def due(step: int, every: int, last: int) -> bool:
@@ -211,13 +260,16 @@ def has_reached(scores: dict[str, float], c: ConfigDict) -> bool:
 
 
 def tested(
-    run: Run, checkpoints: Checkpoints, lengths: Mapping[int, Run], step: int, state: RunState, scores: dict[str, float]
+    run: Run, checkpoints: Checkpoints, lengths: Mapping[int, Run], trained: Trained, begin: Callable[[], None]
 ) -> dict[str, Any]:
-    """What a result says of tests: those of the last step or of the best."""
-    test_at = run.config.test_at
-    at, scores, params = chosen(run, checkpoints, step, scores) if test_at == "best" else (step, scores, None)
-    final = state if params is None else state.replace(params=params)
-    found, (at_others, lacking) = measure(run, final, "test"), at_lengths(lengths, final)
+    """What a result says of tests: those of the last step or of the best. `begin` is called before each part."""
+    begin()
+    at, scores, params = trained.step, trained.scores, None
+    if run.config.test_at == "best":
+        at, scores, params = chosen(run, checkpoints, trained)
+    final = trained.state if params is None else trained.state.replace(params=params)
+    found, (at_others, lacking) = measure(run, final, "test"), at_lengths(lengths, final, begin)
+    begin()
     streamed, in_stream = streaming.scores(run, final.params)
     return {
         "metrics": scores | found.scores | at_others.scores | streamed,
@@ -225,83 +277,26 @@ def tested(
         "slices": found.slices | at_others.slices,
         "untested": lacking,
         "length_baselines": baselines_at(run, lengths),
-        "test_at": test_at,
+        "test_at": run.config.test_at,
         "tested_step": at,
     }
 
 
-def baselines_at(run: Run, lengths: Mapping[int, Run]) -> dict[str, dict[str, float]]:
-    """Trivial scores at the lengths where they are not those of the run's own: more may be shown in longer rows."""
-    found = {str(length): other.objective.baselines() for length, other in lengths.items()}
-    return {length: scores for length, scores in found.items() if scores != run.objective.baselines()}
-
-
-def untested(c: ConfigDict, scores: dict[str, float]) -> dict[str, Any]:
+def untested(run: Run, trained: Trained) -> dict[str, Any]:
     """The same where nothing was tested."""
-    return {"metrics": scores, "targets": {}, "slices": {}, "untested": {}, "test_at": c.test_at, "tested_step": None}
+    nothing = {"targets": {}, "slices": {}, "untested": {}}
+    return {"metrics": trained.scores, **nothing, "test_at": run.config.test_at, "tested_step": None}
 
 
-def chosen(
-    run: Run, checkpoints: Checkpoints, step: int, scores: dict[str, float]
-) -> tuple[int, dict[str, float], Any | None]:
+def chosen(run: Run, checkpoints: Checkpoints, trained: Trained) -> tuple[int, dict[str, float], Any | None]:
     """The step that validation chose, its scores and its parameters; None for these where it is the last one."""
-    checkpoints.wait()
-    best = hosts.agree(checkpoints.best_step)
+    best = checkpoints.good_best()
     # The last step may have been saved without the score by which it is the best.
-    if best is None or best == step or rank(scores, run.config.best) > checkpoints.best_score():
-        return step, scores, None
+    last = rank(trained.scores, run.config.best)
+    if best is None or best == trained.step or last > checkpoints.best_score():
+        return trained.step, trained.scores, None
     params = checkpoint.load_params(checkpoints.directory, run.abstract.params, best)
     return best, read_manifest(step_folder(checkpoints.directory, best))["extra"]["scores"], params
-
-
-def validate(run: Run, state: RunState, split: str) -> dict[str, float]:
-    """Scores on a split, named `SPLIT/METRIC`."""
-    return measure(run, state, split).scores
-
-
-class Measured(NamedTuple):
-    """Of a split."""
-
-    scores: dict[str, float]  # named `SPLIT/METRIC`, or with another prefix
-    targets: dict[str, int]  # that each of them rests on
-    slices: dict[str, dict[str, float | None]]  # `SPLIT/METRIC/ATTRIBUTE` -> label of a bin -> score
-
-
-def measure(run: Run, state: RunState, split: str, prefix: str = "") -> Measured:
-    c = run.config
-    batches = pipeline.eval_batches(run.task, c.data.seed, split, c.batch_size, c.eval_batches)
-    totals, name = tally(run.eval_step, state.params, batches, run.batch_sharding), prefix or split
-    found, targets = means(totals), counts(totals, name)
-    in_bits = bits_per_byte(run.objective, found["loss"])
-    targets |= {f"{name}/{unit}": targets[f"{name}/loss"] for unit in in_bits}
-    return Measured(scalars(found | in_bits, name), targets, slices(found, run.objective.attributes, name))
-
-
-def at_lengths(lengths: Mapping[int, Run], state: RunState) -> tuple[Measured, dict[str, str]]:
-    """Test scores at every length asked for, named `test/length_512/METRIC`; none where the model cannot go.
-
-    Second, the lengths that this machine has no room for, with the reason: they count as failed, not as impossible.
-    """
-    tested = Measured({}, {}, {})
-    untested: dict[str, str] = {}
-    for length, run in lengths.items():
-        lacking, found = None, Measured({}, {}, {})
-        try:
-            found = measure(run, state, "test", f"test/length_{length}")
-        except UserError as error:
-            print(f"not tested at length {length}: {error}")
-            continue
-        except (MemoryError, jax.errors.JaxRuntimeError) as error:
-            lacking = out_of_memory(error)
-            if lacking is None:
-                raise
-        lacking = next(filter(None, hosts.gather(f"test at length {length}", lacking)), None)
-        if lacking is None:
-            tested = Measured(*(old | new for old, new in zip(tested, found, strict=True)))
-        else:
-            print(f"not tested at length {length}: {lacking}")
-            untested[str(length)] = "out of memory"
-    return tested, untested
 
 
 def log_steps(
@@ -345,10 +340,12 @@ def save(
     state: RunState,
     score: float | None,  # by which the best step is found
     scores: dict[str, float],
+    run: Run,
     clock: Clock,
     extra: dict[str, Any],
 ) -> None:
-    noted = {"wall_s": clock.wall(), "data_wait_s": clock.waited, "scores": scores, **extra}
+    times = {"wall_s": clock.wall(), "data_wait_s": clock.waited, "steps_per_s": clock.steps_per_s()}
+    noted = {**times, "scores": scores, "eval_batches": run.config.eval_batches, **extra}
     checkpoints.save(step, state, score, noted)
 
 
@@ -388,5 +385,5 @@ def finish(run: Run, folder: Path, ledger: Ledger, fingerprint: str, ended: dict
     written = hosts.agree(lambda: write_json(folder / "result.json", result) or result)
     if jax.process_index() == 0:
         took = f"{ended['steps']} steps and {result['wall_s']:.1f} s"
-        print(f"{ended['status']} after {took}, {waited:.1%} of which it waited for data")
+        say(f"{ended['status']} after {took}, {waited:.1%} of which it waited for data")
     return written

@@ -45,6 +45,8 @@ class Objective:
     model_kinds: ClassVar[tuple[str, ...]] = ()
     # Whether its loss is the mean of -log p of what the task asks for, of which the exponential is a perplexity.
     likelihood: ClassVar[bool] = False
+    # Whether the rows of a batch are compared with each other, so that what is asked depends on how many there are.
+    compares_rows: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_fields(self, f"objective.{self.name}")

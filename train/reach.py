@@ -27,8 +27,8 @@ def last_place(batch: Batch) -> jax.Array:
 def sensitivity(model: Model, params: Any, batch: Batch) -> jax.Array:
     """The norm `[B, L]` of the gradient of each row's last answer by each of the vectors that the layers read.
 
-    Of an answer's logits the gradient is taken along one random direction of signs, the same in every call: the mean
-    of its square is that of the whole Jacobian's.
+    Of an answer's logits the gradient is taken along one random direction of signs, the same for all rows and in every
+    call: the mean of its square is that of the whole Jacobian's.
     """
     given = {**arguments(batch), "at": last_place(batch)[:, None]}
 
@@ -47,6 +47,6 @@ def sensitivity(model: Model, params: Any, batch: Batch) -> jax.Array:
 
     def along(x: jax.Array) -> jax.Array:
         logits = answers(lambda _: x)
-        return (logits * jax.random.rademacher(jax.random.key(0), logits.shape, logits.dtype)).sum()
+        return (logits * jax.random.rademacher(jax.random.key(0), logits.shape[1:], logits.dtype)).sum()
 
     return jnp.linalg.norm(jax.grad(along)(read[0]).astype(jnp.float32), axis=-1)

@@ -147,7 +147,10 @@ def model_for(objective: Objective, config: ConfigDict) -> build.Model:
 
 
 def at_length(run: Run, length: int) -> Run:
-    """The same model asked at another length: as many examples, in batches of about as many tokens."""
+    """The same model asked at another length: as many examples, in batches of about as many tokens.
+
+    Where rows are compared with each other a batch has as many rows as before, else others would be asked.
+    """
     c, mesh = run.config.copy_and_resolve_references(), run.mesh
     rules = sharding.rules_of(c.mesh)
     with sharding.in_force(mesh, rules):
@@ -160,10 +163,12 @@ def at_length(run: Run, length: int) -> Run:
             sharding.check_batch(mesh, rules, share, each, accumulate=1)
     except UserError as error:
         raise UserError(f"test_lengths has {length!r}: {error}") from None
-    examples, room = c.batch_size * c.eval_batches, c.batch_size * run.task.length // length
     c.data[task.name].update(changed)
-    c.batch_size = max((n for n in range(share, room + 1, share) if examples % n == 0), default=share)
-    c.eval_batches = examples // c.batch_size
+    if not objective.compares_rows:
+        examples = c.batch_size * c.eval_batches
+        room = c.batch_size // c.optim.accumulate * run.task.length // length
+        c.batch_size = max((n for n in range(share, room + 1, share) if examples % n == 0), default=share)
+        c.eval_batches, c.optim.accumulate = examples // c.batch_size, 1
     model = model_for(objective, c)  # the same parameters; where the tail begins may depend on the length
     step = on_mesh(eval_step(model, objective), mesh, c, out_shardings=sharding.replicated(mesh))
     return dataclasses.replace(run, config=c, task=task, objective=objective, model=model, eval_step=step)

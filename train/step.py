@@ -121,7 +121,10 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def accumulated(gradient, params, batch, rng, n):
-    """Gradients and sums over n micro-batches, equal to those of the whole batch."""
+    """Gradients and sums over n micro-batches, equal to those of the whole batch.
+
+    But for losses that are no sums over rows: what experts pay for their balance is of a micro-batch.
+    """
     # Rows n apart go together, so that every micro-batch stays spread over the devices.
     micro = jax.tree.map(lambda x: jnp.moveaxis(x.reshape(x.shape[0] // n, n, *x.shape[1:]), 1, 0), batch)
 

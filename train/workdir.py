@@ -166,9 +166,12 @@ def _lock(lock: int, path: str | Path) -> str:
     return owner
 
 
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last when a terminal is closed
+
+
 @contextlib.contextmanager
 def graceful_stop() -> Iterator[Callable[[], bool]]:
-    """Yields `stop_requested()`, to be asked after every dispatch: true once SIGTERM or SIGINT has come.
+    """Yields `stop_requested()`, to be asked after every dispatch: true once SIGTERM, SIGINT or SIGHUP has come.
 
     With several processes a signal to any of them counts, and all stop at the same step.
     """
@@ -181,10 +184,12 @@ def graceful_stop() -> Iterator[Callable[[], bool]]:
         received.append(number)
         if line is not None:
             line.stop()
-        # Not print: the handler may have interrupted one.
-        os.write(2, f"{signal.Signals(number).name}: stopping after this step; Ctrl-C again: now\n".encode())
+        # Not print: the handler may have interrupted one. Who was to read it may be gone, by the same Ctrl-C.
+        with contextlib.suppress(OSError):
+            os.write(2, f"{signal.Signals(number).name}: stopping after this step; Ctrl-C again: now\n".encode())
 
-    previous = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    heeded = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]  # as nohup ignores one
+    previous = {number: signal.signal(number, handler) for number in heeded}
     try:
         yield (lambda: bool(received)) if line is None else line.stop_requested
     finally:

@@ -223,9 +223,9 @@ def use(config: ConfigDict, arch: str, **model: Any) -> None:
 def use_matched(config: ConfigDict, arch: str, size: str, both_ways: bool = False) -> None:
     """The same, with as many parameters as the others have at that size, reading forward or both ways."""
     shape = choose("size", size, SIZES)
-    choose("arch", arch, ARCHS)
     matched = MATCHED | BOTH_WAYS if both_ways else MATCHED
-    use(config, arch, **shape | choose("arch", arch, matched)[list(SIZES).index(size)])
+    there = {name: matched[name] for name in ARCHS if name in matched}
+    use(config, arch, **shape | choose("arch of matched size", arch, there)[list(SIZES).index(size)])
 
 
 def use_layers(config: ConfigDict, layers: int) -> None:

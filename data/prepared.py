@@ -248,7 +248,8 @@ class Growing:
 
     def close(self) -> None:
         self.file.seek(0)
-        assert self._header() == self.start
+        end = self._header()  # with the number of rows that there came to be
+        assert end == self.start, (end, self.start)
         self.file.flush()
         os.fsync(self.file.fileno())
         self.file.close()

@@ -1,15 +1,16 @@
 """A run's checkpoint, found, checked and loaded. The run is only read, so it may still be going."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from absl import logging
 from ml_collections import ConfigDict
 
 from model.errors import UserError, closest
-from train import checkpoint, hosts
+from train import checkpoint, hosts, sharding
 from train import config as configs
 from train.checkpoint import choose_step
 from train.run import Run, prepare
@@ -36,13 +37,14 @@ def restore(workdir: str, step: str, overrides: Iterable[tuple[str, str]] = ()) 
 
     def find() -> int:
         if not file.is_file():
-            runs = [path.parent.name for path in folder.parent.glob("*/config.json")]
+            runs = [str(path.parent) for path in folder.parent.glob("*/config.json")]
             what = "has no config.json" if folder.is_dir() else "does not exist"
-            raise UserError(f"no run in {workdir}: it {what}{closest(folder.name, runs)}")
+            raise UserError(f"no run in {workdir}: it {what}{closest(str(folder), runs)}")
         return choose_step(checkpoints, step)
 
     chosen = hosts.agree(find)  # the run may save another step while hosts look for the latest
-    run = prepare(configs.load(str(file), overrides))
+    overrides = list(overrides)
+    run = prepare(configs.load(str(file), [*on_these_devices(configs.load(str(file)), overrides), *overrides]))
     fingerprint, trained = run.task.fingerprint(run.config.data.seed), configs.load(str(file))
     hosts.same(lambda: {"data fingerprint": fingerprint})
     asked_otherwise = any(key.startswith("data.") for key in configs.changes(trained, run.config))
@@ -57,6 +59,18 @@ def restore(workdir: str, step: str, overrides: Iterable[tuple[str, str]] = ()) 
         params=load(checkpoints, run.abstract.params, chosen),
         other_data=other,
     )
+
+
+def on_these_devices(trained: ConfigDict, overrides: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """A mesh for as many devices as there are, where the run's was for others and none is asked for."""
+    if any(key.startswith("mesh.") for key, _ in overrides):
+        return []
+    try:
+        sharding.mesh_shape(trained.mesh, jax.device_count())
+    except UserError:
+        print(f"the run's mesh was for other devices: here it is mesh.data={jax.device_count()}")
+        return [(f"mesh.{axis}", "-1" if axis == "data" else "1") for axis in sharding.AXES]
+    return []
 
 
 def known_data(folder: Path) -> str | None:

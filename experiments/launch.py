@@ -10,15 +10,17 @@ mounted there, an NFS export for gcloud, a persistent volume claim for GKE, a bu
 as in training. Nothing is started, and nothing is written but to standard output.
 """
 
+import math
 import re
 from pathlib import PurePosixPath
 
 from absl import flags
+from ml_collections import ConfigDict
 
 from experiments.running.engines import ENGINES, STORED, Pod, hosts
 from model.errors import UserError, choose
 from model.settings import Name, shown
-from train import chips, cli
+from train import chips, cli, sharding
 from train import config as configs
 
 CONFIG = cli.flag("config", Name, None, "Config file, FILE.py[:key=value,...], of this repository.")
@@ -39,10 +41,12 @@ def main(argv: list[str]) -> int:
     for flag in (CONFIG, WORKDIR, TOPOLOGY, IMAGE):
         if not flag.value:
             raise UserError(f"--{flag.name} is missing; `python -m experiments.launch --help` has an example")
-    configs.check(configs.load(CONFIG.value, cli.overrides()))
+    config = configs.load(CONFIG.value, cli.overrides())
+    configs.check(config)
     if CONFIG.value.startswith(("/", "..")):
         raise UserError(f"--config is {CONFIG.value}; the image holds this repository, so give a path in it")
     workdir, topology = check_workdir(WORKDIR.value), chips.parse(TOPOLOGY.value)
+    check_mesh(config, topology)
     made = Pod(
         name=job_name(NAME.value or PurePosixPath(WORKDIR.value).name, asked=NAME.value is not None),
         command=command(CONFIG.value, workdir, cli.overrides(), hosts(topology) > 1),
@@ -55,6 +59,19 @@ def main(argv: list[str]) -> int:
     )
     print(engine(made), end="")
     return 0
+
+
+def check_mesh(config: ConfigDict, topology: chips.Topology) -> None:
+    """Refuses what every host would, once it has its machine: a mesh of other chips, or a batch it cannot share out."""
+    sizes = dict(zip(sharding.AXES, sharding.mesh_shape(config.mesh, topology.chips), strict=True))
+    rules, rows = sharding.rules_of(config.mesh), config.batch_size // config.optim.accumulate
+    shares = math.prod(sizes[axis] for axis in dict(rules).get("batch", ()))
+    if rows % shares:
+        near = max(shares, round(rows / shares) * shares) * config.optim.accumulate
+        raise UserError(
+            f"batch_size {config.batch_size} does not divide over {topology}: {sharding.product(rules, 'batch')} = "
+            f"{shares}; closest that does: {near}"
+        )
 
 
 def command(config: str, workdir: str, overrides: list[tuple[str, str]], several: bool) -> tuple[str, ...]:

@@ -21,7 +21,12 @@ MISTAKES = {
         ["--config.modle.width=1"],
         "unknown config key 'modle.width'.*closest: model.width",
     ),
-    "another task's key": (["--config.data.text.path=x"], "unknown config key 'data.text.path'"),
+    "another task's key": (
+        ["--config.data.text.path=x"],
+        "unknown config key 'data.text.path': data.task is 'mqar', .* closest: data.task=text",
+    ),
+    "another mixer's key": (["--config.model.mamba.state=8"], "model.mixers is .*attention.*, .*model.mixers=mamba"),
+    "an argument of the file": (["--config.arch=mamba"], "an argument of config files, .*--config=FILE.py:arch=mamba"),
     "a wrong type": (["--config.steps=many"], "steps is 'many'; allowed: a whole number from 1 to .*usual: 1000"),
     "an unknown flag": (["--workdri=x"], "unknown flag --workdri; closest: --workdir"),
     "an unknown mixer": (

@@ -314,7 +314,7 @@ def test_what_an_engine_is_not_written_for(engine, topology, told):
         engine(pod(topology))
 
 
-LAUNCH = ["--config=configs/debug.py", "--workdir=/runs/a_B", "--topology=v5e:16x16", "--image=reg/longview"]
+LAUNCH = ["--config=configs/debug.py", "--workdir=/runs/a_B", "--topology=v5e:4x4", "--image=reg/longview"]
 
 
 def test_the_command_writes_a_file():
@@ -335,6 +335,11 @@ def test_the_command_writes_a_file():
         (["gke", *LAUNCH, "--workdir=gs://b/a"], "--workdir is 'gs://b/a'; it takes the path of a folder"),
         (["gke", *LAUNCH, "--config.optim.lrr=1"], "unknown config key 'optim.lrr'.*closest: optim.lr"),
         (["gke", *LAUNCH, "--topology=v5e:3x3"], "closest: v5e:2x4"),
+        (["gke", *LAUNCH, "--topology=v5e:8x8"], "batch_size 16 does not divide over v5e:8x8: .* = 64; .*closest.*64"),
+        (
+            ["gke", *LAUNCH, "--config.mesh.tensor=3"],
+            "multiple of 3 devices, and there are 16; closest: mesh.data",
+        ),
         (["gke", *LAUNCH, "--storage=gs://b"], "--storage is 'gs://b'; it takes the name of a persistent volume claim"),
         (["gcloud", *LAUNCH], "gcloud needs the --zone"),
         (["gke", *LAUNCH, "--name=A_b"], "--name is 'A_b'; .*closest: a-b"),

@@ -10,7 +10,7 @@ import pytest
 from model.errors import UserError
 from train import config as configs
 from train.run import prepare
-from train.sharding import AXES, check_rules, make_mesh, rules_of
+from train.sharding import AXES, check_rules, make_mesh, mesh_shape, rules_of
 
 # What README's pod command asks for.
 README = dict(data=-1, fsdp=4, tensor=2, sequence=1, expert=1)
@@ -120,3 +120,15 @@ def test_what_a_mesh_cannot_share_out_is_told_once(sizes, model, told, caplog):
     with caplog.at_level("WARNING"):
         prepare(configs.load("configs/debug.py", [(key, str(value)) for key, value in given.items()]))
     assert [record.message for record in caplog.records] == told
+
+
+def test_a_mesh_for_other_devices_is_refused_with_the_closest():
+    for sizes, told in {
+        (("data", 4),): "needs 4 devices, and there are 8; closest: mesh.data=-1$",
+        (
+            ("data", -1),
+            ("tensor", 3),
+        ): "multiple of 3 devices, and there are 8; closest: mesh.data=-1, mesh.tensor=1$",
+    }.items():
+        with pytest.raises(UserError, match=told):
+            mesh_shape(README | dict(fsdp=1, tensor=1) | dict(sizes), 8)

@@ -125,17 +125,43 @@ def complete(config: ConfigDict) -> None:
 def unused_section(key: str, config: ConfigDict, given: Mapping[str, Any]) -> bool:
     """Whether a config file's key belongs to a choice that was not made in the end."""
     room, name, *rest = (*key.split("."), "")
-    of_model = {*MIXERS, *POSITIONS, *entries.BROUGHT_SECTIONS, "experts"}
-    tables = {"model": of_model, "data": data.TASKS, "objective": OBJECTIVES}
     own = f"model.{name}.mixer" in given
-    if name in tables.get(room, {}) or own:
+    if chooser(room, name) or own:
         return name not in config[room] or (own and rest[0] in POSITIONS and rest[0] not in config[room][name])
     return False
+
+
+def chooser(room: str, name: str) -> str:
+    """The key whose value brings a section; "" where none does."""
+    tables = {
+        "data.task": data.TASKS,
+        "objective.kind": OBJECTIVES,
+        "model.mixers": MIXERS,
+        "model.position": POSITIONS,
+        "model.mlp": {"experts"},
+        **{f"model.{key}": choices for key, choices in entries.BROUGHT.items()},
+    }
+    return next((key for key, table in tables.items() if key.startswith(f"{room}.") and name in table), "")
+
+
+ARGUMENTS = ("arch", "task", "size")  # that most config files take
 
 
 def put(config: ConfigDict, known: Declared, key: str, value: Any, file: str = "") -> None:
     """Sets a key that must exist to a value that it may have, as a config file or the command line asks."""
     if key not in known:
+        room, name, *_ = (*key.split("."), "")
+        if (brings := chooser(room, name)) and name not in config[room]:
+            chosen = config[room][brings.partition(".")[2]]
+            raise UserError(
+                f"unknown config key {key!r}{place(file, key)}: {brings} is {chosen!r}, which has no section {name!r}; "
+                f"closest: {brings}={name}"
+            )
+        if key in ARGUMENTS:
+            raise UserError(
+                f"unknown config key {key!r}{place(file, key)}: it is an argument of config files, given behind their "
+                f"name; closest: --config=FILE.py:{key}={value}, in a sweep --grid=:{key}={value}"
+            )
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
         leaf = [k for k in known if k.rpartition(".")[2] == key.rpartition(".")[2]]
         hint = (leaf or near)[0]

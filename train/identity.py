@@ -58,7 +58,7 @@ def refuse_changes(changes: dict[str, tuple[Any, Any]], config: ConfigDict, fold
         more = f" and {len(unsafe) - SHOWN} more" if len(unsafe) > SHOWN else ""
         raise UserError(
             f"{folder} holds a run with another config ({', '.join(told)}{more}); give another --workdir, "
-            f"or add the keys to --config.resume_safe"
+            f"or go on all the same by --config.resume_safe={','.join([*config.resume_safe, *unsafe])}"
         )
     for key, (old, new) in changes.items():
         print(f"config change: {key}: {old!r} -> {new!r}")

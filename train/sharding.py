@@ -31,15 +31,23 @@ Rules = list[tuple[str, tuple[str, ...]]]  # logical axis -> mesh axes
 def make_mesh(config: Mapping[str, Any], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh over all devices, one axis a kind of parallelism; one size may be -1: what the others leave over."""
     devices = jax.devices() if devices is None else list(devices)
-    sizes, n = [config[axis] for axis in AXES], len(devices)
+    shape = mesh_shape(config, len(devices))
+    return Mesh(laid_out(shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def mesh_shape(config: Mapping[str, Any], n: int) -> list[int]:
+    """The size of each axis over n devices."""
+    sizes = [config[axis] for axis in AXES]
     given = ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
     if sizes.count(-1) > 1 or any(size == 0 or size < -1 for size in sizes):
         raise UserError(f"mesh sizes must be positive, and at most one may be -1: {given}")
     fixed = math.prod(size for size in sizes if size > 0)
     if n % fixed or (-1 not in sizes and n != fixed):
-        raise UserError(f"mesh {given} needs a multiple of {fixed} devices, and there are {n}")
-    shape = [n // fixed if size == -1 else size for size in sizes]
-    return Mesh(laid_out(shape, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        needs = f"a multiple of {fixed}" if -1 in sizes else f"{fixed}"
+        others = [f"mesh.{axis}=1" for axis, size in zip(AXES[1:], sizes[1:], strict=True) if size != 1]
+        near = ", ".join(["mesh.data=-1", *([] if n % math.prod(sizes[1:]) == 0 else others)])
+        raise UserError(f"mesh {given} needs {needs} devices, and there are {n}; closest: {near}")
+    return [n // fixed if size == -1 else size for size in sizes]
 
 
 def laid_out(shape: Sequence[int], devices: Sequence[jax.Device]) -> np.ndarray:

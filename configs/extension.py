@@ -22,6 +22,7 @@ from model.errors import choose
 FACTOR = 8
 LONGEST = 32  # times the short length
 SIZES = {"smoke": (32, 40), "small": (256, 500)}  # the short length; steps of fine-tuning
+FIRST = "runs/short"  # what they begin with, unless init.path says otherwise
 SCALINGS = ("none", "linear", "ntk", "dynamic_ntk", "yarn")
 
 
@@ -39,8 +40,9 @@ def get_config(argument: str = "") -> ConfigDict:
     if tuned:
         c.steps, c.optim.lr, c.optim.warmup = steps, c.optim.lr / 10, steps // 10
         c.eval_every = c.checkpoint_every = steps
+        c.init.path = FIRST
     elif scaled:
-        test_only(c)
+        test_only(c, FIRST)
     c.data.text.length = length * (FACTOR if tuned else 1)
     c.batch_size = tokens // c.data.text.length
     c.test_lengths = tuple(length * 2**i for i in range(LONGEST.bit_length()))

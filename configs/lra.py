@@ -6,7 +6,8 @@
 Tasks: listops, text, retrieval, image, pathfinder, pathx. ListOps and Pathfinder are made by their published laws; the
 others need `python -m data.prepare` with imdb, lra_aan or cifar10. `links` is a stand-in for retrieval that needs no
 release: do two Wikipedia articles link to each other (wiki_links)? `protocol=lra` feeds token ids as released,
-`protocol=s4` what S4 and those after it feed: real pixels; of texts, characters with an end mark. Feeds `lra`.
+`protocol=s4` what S4 and those after it feed: real pixels; of texts, characters with an end mark. If neither is given,
+a published recipe has its own, and all else s4. Feeds `lra`.
 
 Rows are read bidirectionally by whatever can. `size=small` is for one accelerator: every architecture with as many
 parameters as attention of 4 layers and width 128 (configs/archs.py; but see configs/longest.py), minutes a run;
@@ -52,22 +53,28 @@ MASKED = {"listops": 0.1, "image": 0.5, "pathfinder": 0.5, "pathx": 0.5}  # of a
 SSM_LR = 0.25  # factor for a state space's own parameters: at most 1e-3 at the rates of the table, as S4 and S5 have it
 
 
+def usual_protocol(arch: str, size: str) -> str:
+    """As published; in other sizes all read the same."""
+    return "lra" if size == "paper" and arch in recipes.OF_LRA else "s4"
+
+
 def get_config(argument: str = "") -> ConfigDict:
     arg = parse(
         argument,
         task="image",
         arch="s4d",
-        protocol="s4",
+        protocol="",
         size="small",
         start="scratch",
         window=0,
         root="downloads",
     )
     name, protocols, steps, batch_size = choose("task", arg.task, TASKS)
-    section = choose("protocol", arg.protocol, protocols)
+    protocol = arg.protocol or usual_protocol(arg.arch, arg.size)
+    section = choose("protocol", protocol, protocols)
     c = base.get_config()
     c.data.task = name
-    c.data[name] = dict(section, protocol=arg.protocol, root=arg.root)
+    c.data[name] = dict(section, protocol=protocol, root=arg.root)
     c.eval_batches, c.test_at = 0, "best"
     c.steps, c.batch_size = steps, batch_size
     c.optim.update(lr=2e-3, warmup=steps // 20, weight_decay=0.05, ssm_lr=SSM_LR)
@@ -80,7 +87,7 @@ def get_config(argument: str = "") -> ConfigDict:
         c.steps, c.optim.warmup, c.model.dropout = LONGER * steps, LONGER * steps // 20, 0.2
     if arg.size == "paper":
         recipes.use(c, arg.arch, "retrieval" if arg.task == "links" else arg.task)
-        if arg.protocol == "s4":
+        if protocol == "s4":
             c.data[name].update(PUBLISHED.get(arg.task, {}))
     if arg.size == "smoke":
         c.data[name].update(SMOKE.get(arg.task, {}))
@@ -93,6 +100,6 @@ def get_config(argument: str = "") -> ConfigDict:
     window.use(c, arg.window)
     if arg.task in PAIRS:
         c.model.kind = "towers"
-    tokens = arg.task not in PIXELS or arg.protocol == "lra"
+    tokens = arg.task not in PIXELS or protocol == "lra"
     pretraining.use(c, arg.start, tokens, MASKED.get(arg.task, 0.15))
     return c

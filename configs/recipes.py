@@ -147,6 +147,7 @@ BASELINES = {
     "linear": lambda task: {},
     "performer": lambda task: dict(n_features=2) if task == "listops" else {},
 }
+OF_LRA = ("attention", *BASELINES)  # whose recipes are the benchmark's own, and read token ids
 LENGTHS = {"listops": 2000, "text": 1000, "retrieval": 4000, "image": 1024, "pathfinder": 1024}
 SHARED = {task: TRANSFORMER[task] for task in ("listops", "text", "retrieval")}
 

@@ -4,7 +4,8 @@
     python -m train --config=configs/sinks.py:cache=4,size=small --workdir=runs/four --config.init.path=runs/all
 
 `cache=all` trains attention with rotary positions on rows as long as the cache will be, and then reads the document
-with every byte in the cache. The others take its parameters and train no more (one step at a rate of 0): a number is of
+with every byte in the cache. The others take its parameters, by default those in runs/all, and train no more (one step
+at a rate of 0): a number is of
 first bytes that stay, StreamingLLM's attention sinks (arXiv:2309.17453), beside as many last ones as fill the cache;
 `recompute` reads a whole row anew for every byte, which is what the cache is to be as good as.
 `test/stream_bits_per_byte` is of the whole document, `test/length_N/stream_bits_per_byte` of a stretch of it that ends
@@ -33,7 +34,7 @@ def get_config(argument: str = "") -> ConfigDict:
     c.stream.length = document
     if arg.cache == "all":
         return c
-    test_only(c)
+    test_only(c, "runs/all")
     if arg.cache == "recompute":
         c.stream.recompute = length
     elif arg.cache.isdecimal() and int(arg.cache) < length:
@@ -45,7 +46,8 @@ def get_config(argument: str = "") -> ConfigDict:
     return c
 
 
-def test_only(c: ConfigDict) -> None:
-    """One step at a rate of 0: what the run begins with is tested as it is."""
+def test_only(c: ConfigDict, first: str) -> None:
+    """One step at a rate of 0: what the run begins with, by default that in a folder, is tested as it is."""
+    c.init.path = first
     c.steps, c.optim.lr = 1, 0.0
     c.eval_every = c.checkpoint_every = 0

@@ -43,6 +43,11 @@ class Haystack(Task):
         raise NotImplementedError
 
     @property
+    def shows_answers(self) -> bool:
+        """Of an answer of several words, all but the last are read on."""
+        return bool(self.asked_places[:-1].any())
+
+    @property
     def first_value(self) -> int:
         return FIRST + self.names
 

@@ -49,6 +49,11 @@ class Task:
     pair: ClassVar[bool] = False  # whether an example is of two rows
     by_epoch: ClassVar[bool] = False  # whether a finite training set changes from epoch to epoch
 
+    @property
+    def shows_answers(self) -> bool:
+        """Whether a target may stand among the inputs, one token on from where it is asked for."""
+        return self.next_token
+
     def __post_init__(self) -> None:
         check_fields(self, f"data.{self.name}")
         self.check()

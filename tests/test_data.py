@@ -110,6 +110,19 @@ def holds(label: str, x: int) -> bool:
 # --- every task ---
 
 
+def test_a_task_whose_answers_stand_among_its_inputs_says_so(task):
+    """Else a model that sees ahead would copy them."""
+    batch = whole(Batch(task, 0, "test", 20, 0, order=None))
+    if task.kind != "lm" or "source" in batch or batch["inputs"].dtype != np.int32:
+        return
+    inputs, targets, weights = (batch[key] for key in ("inputs", "targets", "weights"))
+    at = batch.get("at", np.broadcast_to(np.arange(targets.shape[1]), targets.shape))
+    following = np.take_along_axis(inputs, np.minimum(at + 1, inputs.shape[1] - 1), axis=1)
+    shown = (following == targets) & (at + 1 < inputs.shape[1])
+    often = [shown[asked, i].mean() for i, asked in enumerate((weights > 0).T) if asked.sum() > 4]
+    assert (max(often, default=0) > 0.95) == task.shows_answers
+
+
 @pytest.mark.quick
 def test_batches_are_pure(task):
     forward = [batch_at(task, 3, "train", 4, step) for step in range(4)]

@@ -219,6 +219,11 @@ def test_a_prompt_hides_what_its_writer_is_to_fill_in(task):
 REFUSED = {
     "the next token, seen": ("task", [("model.causal", "False")], "sees it; allowed: model.causal=True"),
     "a prefix and the next token": ("task", [("model.attention.prefix", "4")], "sees it; allowed: .* no prefix"),
+    "an answer of several words, seen": (
+        "task",
+        [("data.task", "passkey"), ("model.causal", "False")],
+        "task 'passkey' asks for the next token, and this model sees it; allowed: model.causal=True",
+    ),
     "masks on one side": ("masked", [], "a causal model sees one; closest: model.causal=False"),
     "a task without text": (
         "masked",

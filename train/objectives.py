@@ -32,7 +32,7 @@ class TaskTargets(Objective):
     likelihood: ClassVar[bool] = True
 
     def check_model(self, model: Model, section: Mapping[str, Any]) -> None:
-        if self.task.next_token and model.sees_ahead:
+        if self.task.shows_answers and model.sees_ahead:
             raise UserError(
                 f"task {self.task.name!r} asks for the next token, and this model sees it; allowed: model.causal=True "
                 "and no prefix"

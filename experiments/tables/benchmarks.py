@@ -3,7 +3,7 @@
 from itertools import product
 
 from configs import recipes
-from configs.lra import PIXELS
+from configs.lra import PIXELS, usual_protocol
 from experiments.running.runs import RunSpec
 from experiments.tables.layout import Published
 from experiments.tables.published import Quotes
@@ -54,7 +54,7 @@ def lra(scale: str) -> list[RunSpec]:
     archs = tuple(recipes.RECIPES) if scale == "paper" else ARCHS
     runs = [
         RunSpec(
-            f"configs/lra.py:task={task},arch={arch},protocol={protocol(arch, scale)},size={scale}",
+            f"configs/lra.py:task={task},arch={arch},protocol={usual_protocol(arch, scale)},size={scale}",
             {"seed": seed},
             {"arch": arch, "task": task},
         )
@@ -75,11 +75,6 @@ def medium(scale: str) -> list[RunSpec]:
         )
         for task, arch, seed in product(tasks, ("attention", "s4d", "s5"), range(1 if scale == "smoke" else 2))
     ]
-
-
-def protocol(arch: str, scale: str) -> str:
-    """As published; in small all read the same."""
-    return "lra" if scale == "paper" and arch in ("attention", *recipes.BASELINES) else "s4"
 
 
 def quotes(scale: str) -> Quotes:

@@ -33,11 +33,19 @@ def stop_from(ask: int):
     return lambda: contextlib.nullcontext(lambda: next(asked) >= ask)
 
 
-@pytest.mark.parametrize("signals", [(signal.SIGINT,), (signal.SIGHUP,)])
-def test_a_run_whose_readers_are_gone_is_saved_all_the_same(tmp_path, signals):
+# As a shell in a terminal starts it, even where these tests are run by nohup.
+START = """
+import runpy, signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+runpy.run_module("train", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_run_whose_readers_are_gone_is_saved_all_the_same(tmp_path, number):
     """As by Ctrl-C under `2>&1 | tee`, which ends `tee` too, or when a terminal is closed."""
     flags = ["--config.steps=1000000", "--config.checkpoint_every=0", "--config.eval_every=0", "--config.log_every=1"]
-    command = [sys.executable, "-m", "train", "--config=configs/debug.py", f"--workdir={tmp_path}", *flags]
+    command = [sys.executable, "-c", START, "--config=configs/debug.py", f"--workdir={tmp_path}", *flags]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with subprocess.Popen(command, cwd=ROOT, env=os.environ | PLAIN, **pipes) as process:
         log = tmp_path / "metrics.jsonl"
@@ -45,9 +53,11 @@ def test_a_run_whose_readers_are_gone_is_saved_all_the_same(tmp_path, signals):
             time.sleep(0.1)
         process.stdout.close()
         process.stderr.close()
-        for number in signals:
-            process.send_signal(number)
-        assert process.wait(120) == 0
+        process.send_signal(number)
+        try:
+            assert process.wait(120) == 0
+        finally:
+            process.kill()
     assert steps(tmp_path / "checkpoints") == [read_metrics(log)[-1]["step"]]
 
 

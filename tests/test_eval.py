@@ -412,7 +412,7 @@ def test_what_there_is_no_room_for_is_told_with_what_makes_it_smaller(recall_run
 def test_mistakes_end_in_one_line_and_exit_code_2(recall_run):
     run = f"--workdir={recall_run}"
     cases = {
-        ("--workdir=" + str(recall_run.parent / "rum"),): "does not exist; closest: run",
+        ("--workdir=" + str(recall_run.parent / "rum"),): f"does not exist; closest: {recall_run}",
         (run, "--suite=acuracy"): "closest: accuracy",
         (run, "--split=tests"): "closest: test",
         (run, "--step=5"): "closest: 6",

@@ -166,9 +166,6 @@ def _lock(lock: int, path: str | Path) -> str:
     return owner
 
 
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last when a terminal is closed
-
-
 @contextlib.contextmanager
 def graceful_stop() -> Iterator[Callable[[], bool]]:
     """Yields `stop_requested()`, to be asked after every dispatch: true once SIGTERM, SIGINT or SIGHUP has come.
@@ -188,7 +185,9 @@ def graceful_stop() -> Iterator[Callable[[], bool]]:
         with contextlib.suppress(OSError):
             os.write(2, f"{signal.Signals(number).name}: stopping after this step; Ctrl-C again: now\n".encode())
 
-    heeded = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]  # as nohup ignores one
+    heeded = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as it is by nohup
+        heeded.append(signal.SIGHUP)  # a terminal was closed
     previous = {number: signal.signal(number, handler) for number in heeded}
     try:
         yield (lambda: bool(received)) if line is None else line.stop_requested

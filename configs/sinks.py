@@ -5,9 +5,9 @@
 
 `cache=all` trains attention with rotary positions on rows as long as the cache will be, and then reads the document
 with every byte in the cache. The others take its parameters, by default those in runs/all, and train no more (one step
-at a rate of 0): a number is of
-first bytes that stay, StreamingLLM's attention sinks (arXiv:2309.17453), beside as many last ones as fill the cache;
-`recompute` reads a whole row anew for every byte, which is what the cache is to be as good as.
+at a rate of 0): a number is of first bytes that stay, StreamingLLM's attention sinks (arXiv:2309.17453), beside as many
+last ones as fill the cache; `recompute` reads a whole row anew for every byte, which is what the cache is to be as good
+as.
 `test/stream_bits_per_byte` is of the whole document, `test/length_N/stream_bits_per_byte` of a stretch of it that ends
 at byte N. Feeds the table `sinks`. `size=small`, for one accelerator, reads 65,536 bytes of enwik8's test split;
 `size=smoke` 4,096 of Python's help texts.

@@ -26,9 +26,7 @@ def lengths(restored: Restored, *, split: str) -> None:
     others = {length: dataclasses.replace(restored, run=at_length(restored.run, length)) for length in asked}
     found = dict(measured(others, split))
     if not found:
-        raise UserError(
-            f"this model can be asked at none of test_lengths {asked}; closest: a length that it was trained on"
-        )
+        raise UserError(f"this model goes to none of test_lengths {asked}; closest: {restored.run.task.length}")
     report = provenance(restored, split) | {"lengths": {str(length): one for length, one in found.items()}}
     path = write(restored, "lengths", split, report)
     console, metric, reached = Console(highlight=False), headline(found), tuple(found)

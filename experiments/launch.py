@@ -64,14 +64,9 @@ def main(argv: list[str]) -> int:
 def check_mesh(config: ConfigDict, topology: chips.Topology) -> None:
     """Refuses what every host would, once it has its machine: a mesh of other chips, or a batch it cannot share out."""
     sizes = dict(zip(sharding.AXES, sharding.mesh_shape(config.mesh, topology.chips), strict=True))
-    rules, rows = sharding.rules_of(config.mesh), config.batch_size // config.optim.accumulate
+    rules = sharding.rules_of(config.mesh)
     shares = math.prod(sizes[axis] for axis in dict(rules).get("batch", ()))
-    if rows % shares:
-        near = max(shares, round(rows / shares) * shares) * config.optim.accumulate
-        raise UserError(
-            f"batch_size {config.batch_size} does not divide over {topology}: {sharding.product(rules, 'batch')} = "
-            f"{shares}; closest that does: {near}"
-        )
+    sharding.check_rows(rules, config.batch_size, shares, config.optim.accumulate)
 
 
 def command(config: str, workdir: str, overrides: list[tuple[str, str]], several: bool) -> tuple[str, ...]:

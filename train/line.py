@@ -38,6 +38,7 @@ def end_process(code: int, text: str) -> NoReturn:
     try:
         with contextlib.suppress(OSError):  # nobody may be there to read
             sys.stdout.flush()
+        with contextlib.suppress(OSError):
             os.write(2, f"{text}\n".encode())
     finally:
         os._exit(code)

@@ -132,17 +132,22 @@ def check_batch(mesh: Mesh, rules: Rules, batch_size: int, length: int, accumula
     """Refuses a batch that the mesh cannot share out evenly."""
     with in_force(mesh, rules):
         rows, pieces = placement.shards("batch"), placement.shards("length")
-    micro = batch_size // accumulate
-    if micro % rows:
-        near = max(rows, round(micro / rows) * rows) * accumulate
-        raise UserError(
-            f"batch_size {batch_size} (in {accumulate} micro-batches) does not divide over "
-            f"{product(rules, 'batch')} = {rows}; closest that does: {near}"
-        )
+    check_rows(rules, batch_size, rows, accumulate)
     if length % pieces:
         near = max(pieces, round(length / pieces) * pieces)
         raise UserError(
             f"length {length} does not divide over {product(rules, 'length')} = {pieces}; closest that does: {near}"
+        )
+
+
+def check_rows(rules: Rules, batch_size: int, shares: int, accumulate: int) -> None:
+    """Refuses a batch whose rows cannot be shared out so."""
+    micro = batch_size // accumulate
+    if micro % shares:
+        near = max(shares, round(micro / shares) * shares) * accumulate
+        raise UserError(
+            f"batch_size {batch_size} (in {accumulate} micro-batches) does not divide over "
+            f"{product(rules, 'batch')} = {shares}; closest that does: {near}"
         )
 
 

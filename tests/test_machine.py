@@ -98,7 +98,8 @@ import json, os, pathlib, sys, time
 folder, seconds = pathlib.Path(sys.argv[1]), float(sys.argv[2])
 names = ("CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 seen = {"cores": sorted(os.sched_getaffinity(0)), **{name: os.environ.get(name) for name in names}}
-(folder / "seen.json").write_text(json.dumps(seen))
+(folder / "part.json").write_text(json.dumps(seen))
+(folder / "part.json").rename(folder / "seen.json")  # there at once and whole: the tests look while this runs
 time.sleep(seconds)
 (folder / "result.json").write_text(json.dumps({"config_hash": "abc"}))
 """

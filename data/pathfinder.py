@@ -74,10 +74,8 @@ class Pathfinder(Stored):
 
     @property
     def block(self) -> int:
-        """Images are made faster together. Of sets of large ones, which are not kept, each is made by itself."""
-        if self.on_disk:
-            return 1
-        return 64 if self.side == 32 else 1 if self.n_train else 8
+        """Images are made faster together; large ones, of which sets are not kept, each by itself."""
+        return 64 if self.side == 32 and not self.on_disk else 1
 
     @property
     def on_disk(self) -> bool:

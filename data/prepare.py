@@ -30,9 +30,15 @@ def prepare(release: Release, root: Path) -> None:
         sizes = [path.stat().st_size if path.is_file() else None for path in paths]
         with Bytes(f"{release.name}: reading", None if None in sizes else sum(sizes) * release.passes) as bar:
             files = Files(tuple(paths), bar)
-            with whole(files.where):
+            with whole(files):
                 release.convert(files, writer)
         verify(release, files, writer)
+
+
+def is_there(release: Release, root: Path) -> bool:
+    """Whether a set is there whole, with every array that the release is known to have."""
+    known = {*release.rows, *release.listed, *release.sha256}
+    return is_whole(root, release.name) and known <= open_set(str(root), release.name).arrays.keys()
 
 
 def verify(release: Release, files: Files, writer: Writer) -> None:
@@ -60,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     root = Path(ROOT.value).expanduser()
     try:
         for release in releases:
-            if is_whole(root, release.name):
+            if is_there(release, root):
                 print(f"{release.name}: is there, and whole")
             else:
                 prepare(release, root)

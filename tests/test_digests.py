@@ -89,3 +89,6 @@ def test_first_examples_are_the_known_bytes(name):
 def test_first_large_images_are_the_known_bytes(side, difficulty):
     section = {"side": side, "difficulty": difficulty}
     assert digest("pathfinder", section, most=4) == LARGE_IMAGES[side, difficulty]
+    if side == 64:
+        fresh = section | {"n_train": 0}
+        assert digest("pathfinder", fresh, most=4) == LARGE_IMAGES[side, difficulty], "of however many there are"

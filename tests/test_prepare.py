@@ -1,10 +1,12 @@
 """Published sets: read as released, and trusted only when whole."""
 
+import dataclasses
 import errno
 import fcntl
 import hashlib
 import io
 import itertools
+import json
 import os
 import pickle
 import re
@@ -17,7 +19,7 @@ import pytest
 
 from data import build, prepared
 from data.listops import TOKENS
-from data.prepare import prepare
+from data.prepare import is_there, prepare
 from data.prepared import is_whole, open_set, writing
 from data.rng import Stream
 from data.sets import lra_pathfinder
@@ -263,6 +265,9 @@ def test_a_set_stays_as_it_was_if_making_it_anew_fails(tmp_path):
     assert open_set(str(tmp_path), "one").arrays["numbers"].tolist() == [0, 1]
 
 
+CUT = b'{"format": 1, "arrays": {"numbers": {"dtype": "<i8", "shape": [5]}}, "notes": []}'
+
+
 @pytest.mark.parametrize(
     ("file", "content", "says"),
     [
@@ -273,6 +278,7 @@ def test_a_set_stays_as_it_was_if_making_it_anew_fails(tmp_path):
         ("manifest.json", b"[]", ""),
         ("manifest.json", b'{"format": 2}', "format 2, where 1 is read"),
         ("manifest.json", b'{"format": 1}', "KeyError: 'arrays'"),
+        ("manifest.json", CUT, "KeyError: 'sha256'"),
     ],
 )
 def test_a_damaged_set_is_refused_with_the_command_that_makes_it_anew(tmp_path, file, content, says):
@@ -285,6 +291,19 @@ def test_a_damaged_set_is_refused_with_the_command_that_makes_it_anew(tmp_path, 
     with pytest.raises(UserError, match=f"'one' below .* is damaged .*{re.escape(says)}.*{command}") as error:
         open_set(str(tmp_path), "one")
     assert "\n" not in str(error.value) and not is_whole(tmp_path, "one")
+
+
+def test_a_manifest_that_lacks_an_array_is_told_and_the_set_made_anew(tmp_path):
+    sets.put(tmp_path, {"enwik8": b"text of some length"})
+    release = dataclasses.replace(small("enwik8"), rows={"bytes": 19})
+    prepare(release, tmp_path)
+    path = tmp_path / "prepared" / "enwik8" / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"arrays": {}}))
+    with pytest.raises(UserError, match=r"damaged .it has no array 'bytes'.; make it anew by: python -m data.prepare"):
+        open_set(str(tmp_path), "enwik8").arrays["bytes"]
+    assert is_whole(tmp_path, "enwik8") and not is_there(release, tmp_path)
+    prepare(release, tmp_path)
+    assert is_there(release, tmp_path)
 
 
 class Trap:

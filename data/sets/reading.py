@@ -40,12 +40,13 @@ class Entry:
         return found
 
 
-@dataclass(frozen=True)
+@dataclass
 class Files:
     """Folders, archives or single files, in which those of a set are looked for."""
 
     paths: tuple[Path, ...]
     watch: Watch = lambda n: None
+    reading: Path | None = None  # the one that files were last taken out of
 
     @property
     def where(self) -> str:
@@ -55,6 +56,7 @@ class Files:
         """Files whose path ends in the pattern; in a folder sorted by path, in an archive as they come."""
         wanted = re.compile(rf"(?:^|/){pattern}$")
         for path in self.paths:
+            self.reading = path
             for entry in self._entries(path, wanted):
                 yield wanted.search(entry.path), entry
 
@@ -161,15 +163,15 @@ def harmless(name: str, archive: Path) -> str:
 
 
 @contextlib.contextmanager
-def whole(where: str | Path) -> Iterator[None]:
-    """Says in one line that an archive which is read in this block is torn."""
+def whole(files: Files) -> Iterator[None]:
+    """Says in one line which of the files that are read in this block is torn."""
     try:
         yield
     except TORN as error:
         if isinstance(error, OSError) and error.errno is not None:  # of the machine, not of what was read
             raise
         why = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{where} is truncated or damaged ({why}); delete it and prepare again") from None
+        raise UserError(f"{files.reading} is truncated or damaged ({why}); delete it and prepare again") from None
 
 
 def lines(entry: Entry, longest: int = 1 << 24) -> Iterator[tuple[int, bytes]]:

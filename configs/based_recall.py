@@ -36,7 +36,7 @@ def get_config(argument: str = "") -> ConfigDict:
     c.model.update(attention=dict(n_heads=1))
     c.data.task = "mqar_mix"
     c.data.mqar_mix = size["task"]
-    c.test_lengths = size["lengths"]
+    c.test_lengths, c.test_at = size["lengths"], "best"
     c.steps, c.batch_size = size["steps"], size["batch"]
     c.eval_batches = 2 if arg.size == "smoke" else 16
     c.eval_every = c.checkpoint_every = 0 if arg.size == "smoke" else c.steps // 20

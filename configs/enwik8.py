@@ -53,5 +53,5 @@ def get_config(argument: str = "") -> ConfigDict:
     if arg.size != "smoke":
         c.model.dtype = "bfloat16"
     if arg.size == "paper":
-        c.model.dropout = 0.1
+        c.model.dropout, c.test_at = 0.1, "best"
     return c

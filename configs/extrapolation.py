@@ -41,7 +41,7 @@ def get_config(argument: str = "") -> ConfigDict:
         c.data.text = dict(path=find_spec("pydoc_data.topics").origin, length=length)
         c.steps, c.batch_size = 3000, 32
         c.eval_batches = 0  # the whole split, so that every length is tested on the same bytes
-        c.best = "loss"
+        c.best, c.test_at = "loss", "best"
         c.model.layers = 4
     c.model.width, c.optim.lr = 128, 2e-3
     c.eval_every, c.checkpoint_every = 500, 500

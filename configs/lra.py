@@ -81,6 +81,7 @@ def get_config(argument: str = "") -> ConfigDict:
     c.model.update(norm="layernorm", dropout=0.1)
     sizes = {"smoke": "tiny", "small": "small", "medium": "medium", "paper": "small"}
     archs.use_matched(c, arg.arch, choose("size", arg.size, sizes), both_ways=True)
+    archs.read_bidirectionally(c)
     if arg.size in ("small", "medium"):
         c.model.dtype = "bfloat16"
     if arg.size == "medium":
@@ -95,7 +96,6 @@ def get_config(argument: str = "") -> ConfigDict:
         c.eval_batches, c.log_every, c.optim.warmup = 4, 10, 10
     c.checkpoint_every = max(c.steps // 20, 20)
     c.eval_every = max(c.steps // VALIDATIONS.get(arg.task, 20), 20)
-    archs.read_bidirectionally(c)
     longest.use(c, c.data[name].get("length") or c.data[name].get("side", 32) ** 2)
     window.use(c, arg.window)
     if arg.task in PAIRS:

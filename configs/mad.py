@@ -67,6 +67,7 @@ def get_config(argument: str = "") -> ConfigDict:
     c.batch_size = size["batch"]
     c.steps = min(size["steps"], EPOCHS * task["n_train"] // c.batch_size)
     c.eval_every = c.checkpoint_every = 0 if arg.size == "smoke" else max(c.steps // 10, 1)
+    c.test_at = "best"
     c.eval_batches = 2 if arg.size == "smoke" else 0
     c.optim.lr, c.optim.final_lr, c.optim.warmup, c.optim.weight_decay = size["lr"], FINAL / size["lr"], 0, 0.0
     c.optim.b2, c.optim.clip = 0.999, 0.0

@@ -42,6 +42,7 @@ def get_config(argument: str = "") -> ConfigDict:
     c.optim.lr, c.optim.warmup, c.optim.weight_decay = size["lr"], min(200, c.steps // 6), 0.1
     if arg.size == "paper":
         c.optim.update(warmup=0, b2=0.999, clip=0.0)
+        c.test_at = "best"
         if "attention" in c.model.mixers:
             c.model.update(position="learned", learned=dict(max_len=length))
     return c

@@ -1,4 +1,4 @@
-"""Published settings of Long Range Arena, by family and task: what `size=paper` of configs/lra.py writes into a config.
+"""Published settings by family and task: what `size=paper` of configs/lra.py and configs/seqimage.py writes.
 
 LRA's own Transformer: the released configurations (https://github.com/google-research/long-range-arena, cd31e5c,
 lra_benchmarks/*/configs; its base rates over the root of the warm-up are peaks here). The baselines that it is compared
@@ -12,13 +12,20 @@ appendix F (https://arxiv.org/abs/2505.09022), which leaves warm-up, dropout and
 code; here they are S4's. Norms are theirs: over the batch, but of layers in S4 and B2S6 on images. A state space's own
 parameters have their published rates, and are decayed where they are there.
 
+Of pictures read pixel by pixel (smnist, scifar): S4 on digits as in the Annotated S4, which reads forward
+(https://github.com/srush/annotated-s4, 20 epochs), on colours as in its own code (s4, 43f5b0c,
+configs/experiment/cifar/s4-cifar.yaml), and S4D as S4; S5 on digits, forward, by a fork of its code
+(https://github.com/msgwak/LAST, 47c53f2, bin/run_experiments/run_mnist.sh), on colours with its settings of Image, as
+the LRU, whose Image is in colour.
+
 What they have and these do not. All: padding counts in the statistics of norms, and norms and biases are decayed. S4:
-on images its A and B are shared among channels and dropout is the same along a row; it drops behind the gate too. S5:
-other draws of C; half a gate, with one matrix where this one has two; on Path-X B is decayed at the state space's rate;
-on images modes are clipped and not exponentials. LRU's replication reads forward only, with no gate after a layer.
-LRA's: dropout of attention's weights, of embeddings and within MLPs; a head with a hidden layer; its mean over a row
-counts padding. Of the baselines, the Sparse Transformer (`fixed`) reads forward there, Sinkhorn sorts by one softmax,
-Performer has a ReLU for a kernel but on ListOps, and Synthesizer adds its scores to attention's.
+on images its A and B are shared among channels and dropout is the same along a row; it drops behind the gate too; of
+colours its cosine would end a tenth later than training does. The Annotated S4 warms up along a cosine. S5: other draws
+of C; half a gate, with one matrix where this one has two; on Path-X B is decayed at the state space's rate; on images
+modes are clipped and not exponentials. LRU's replication reads forward only, with no gate after a layer. LRA's: dropout
+of attention's weights, of embeddings and within MLPs; a head with a hidden layer; its mean over a row counts padding.
+Of the baselines, the Sparse Transformer (`fixed`) reads forward there, Sinkhorn sorts by one softmax, Performer has a
+ReLU for a kernel but on ListOps, and Synthesizer adds its scores to attention's.
 """
 
 import math
@@ -48,6 +55,7 @@ class Recipe(NamedTuple):
     final_norm: bool = True  # behind the last layer, where norms stand before the others
     pool: str = "mean"
     groups: Mapping[str, str] = MappingProxyType({})  # of parameters of the mixer, where not as it says itself
+    forward: bool = False  # each pixel sees those before it alone
 
 
 class Transformer(NamedTuple):
@@ -81,9 +89,10 @@ def s4(*recipe: Any, **other: Any) -> Recipe:
     return Recipe(*recipe, groups=DECAYED | dict(log_dt="no_decay"), **other)
 
 
-def s5(*recipe: Any, momentum: float = 0.95, **groups: str) -> Recipe:
+def s5(*recipe: Any, momentum: float = 0.95, forward: bool = False, **groups: str) -> Recipe:
     """One of S5's: norms before the layers alone, and running statistics that keep more."""
-    return Recipe(*recipe, momentum=momentum, final_norm=False, groups=dict(D="decay") | groups)
+    groups = dict(D="decay") | groups
+    return Recipe(*recipe, momentum=momentum, final_norm=False, groups=groups, forward=forward)
 
 
 TRANSFORMER = {
@@ -102,6 +111,23 @@ S4 = {
     "pathfinder": Recipe(6, 256, "pre", 0.0, 0.004, 1e-3, 0.03, 64, 500_000, 2500, pool="last", groups=DECAYED),
     "pathx": Recipe(6, 256, "pre", 0.0, 1e-3, 5e-4, 0.05, 16, 500_000, 50_000, dict(dt_min=1e-4), groups=DECAYED),
 }
+ANNOTATED_S4 = Recipe(
+    4,
+    128,
+    "pre",
+    0.25,
+    5e-3,
+    5e-4,
+    0.01,
+    128,
+    8437,
+    843,
+    norm="layernorm",
+    final_norm=False,
+    groups=DECAYED,
+    forward=True,
+)
+S4_COLOURS = Recipe(6, 512, "post", 0.1, 0.01, 1e-3, 0.05, 50, 180_000, 1000, norm="layernorm", groups=DECAYED)
 S5 = {  # epochs of the training sets as steps; a warm-up of one epoch, on Text of none
     "listops": s5(8, 128, "pre", 0.0, 0.003, 1e-3, 0.04, 50, 76_800, 1920, dict(state=16, blocks=8), B="decay"),
     "text": s5(6, 256, "pre", 0.1, 0.004, 1e-3, 0.07, 50, 17_500, 0, dict(state=192, blocks=12), log_dt="decay"),
@@ -116,6 +142,7 @@ S5 = {  # epochs of the training sets as steps; a warm-up of one epoch, on Text 
         6, 128, "pre", 0.0, 0.0018, 6e-4, 0.06, 32, 375_000, 5000, dict(state=256, blocks=16, dt_min=1e-4), momentum=0.9
     ),
 }
+S5_DIGITS = s5(4, 96, "pre", 0.1, 0.008, 2e-3, 0.01, 50, 162_000, 1080, dict(state=128), forward=True)
 LRU = {
     "listops": Recipe(6, 128, "pre", 0.0, 0.003, 1.5e-3, 0.05, 32, 90_000, 12_000, ring(256, 0.0, 0.9)),
     "text": Recipe(6, 256, "pre", 0.1, 0.004, 4e-4, 0.05, 32, 50_000, 5000, ring(192, 0.5, 0.9)),
@@ -181,10 +208,10 @@ PIXELS = {
 }
 RECIPES = {
     "attention": TRANSFORMER,
-    "s4": S4,
-    "s4d": S4,
-    "s5": S5,
-    "lru": LRU,
+    "s4": S4 | {"smnist": ANNOTATED_S4, "scifar": S4_COLOURS},
+    "s4d": S4 | {"scifar": S4_COLOURS},
+    "s5": S5 | {"smnist": S5_DIGITS, "scifar": S5["image"]},
+    "lru": LRU | {"scifar": LRU["image"]},
     "b2s6": B2S6,
     **{arch: SHARED | dict(zip(IMAGES, PIXELS[arch], strict=True)) for arch in BASELINES},
 }
@@ -211,7 +238,7 @@ def use(config: ConfigDict, arch: str, task: str) -> None:
     else:
         last = recipe.final_norm and recipe.norm_order == "pre"
         config.model.update(mlp="none", norm=recipe.norm, norm_order=recipe.norm_order, final_norm=last)
-        config.model.pool = recipe.pool
+        config.model.update(pool=recipe.pool, causal=config.model.causal or recipe.forward)
         if recipe.norm == "batchnorm":
             config.model.batchnorm = dict(momentum=recipe.momentum)
         config.model[arch] = dict(recipe.mixer)

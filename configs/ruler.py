@@ -68,5 +68,6 @@ def get_config(argument: str = "") -> ConfigDict:
     c.test_lengths = tuple(size["length"] * 2**i for i in range((size["longest"] // size["length"]).bit_length()))
     c.update(size["train"])
     c.eval_every = c.checkpoint_every = max(100, c.steps // 10)
+    c.test_at = "best"
     c.optim.lr, c.optim.warmup, c.optim.weight_decay = size["lr"], min(200, c.steps // 6), 0.0
     return c

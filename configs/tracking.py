@@ -41,6 +41,6 @@ def get_config(argument: str = "") -> ConfigDict:
     c.test_lengths = size["lengths"]
     c.steps, c.batch_size, c.eval_batches = size["steps"], size["batch"], 4
     c.eval_every = c.checkpoint_every = 0 if arg.size == "smoke" else c.steps // 20
-    c.target = 0.999
+    c.target, c.test_at = 0.999, "best"
     c.optim.lr, c.optim.warmup, c.optim.weight_decay = size["lr"], c.steps // 10, 0.01
     return c

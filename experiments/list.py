@@ -106,6 +106,8 @@ def compared(table: Table) -> dict[str, str]:
         told["takes along"] = ", ".join(taken)
     for scale in table.scales:
         told[f"scale {scale}"] = of_scale(table.runs(scale))
+    if table.unpublished:
+        told["scale paper"] = f"none: {table.unpublished}"
     return told
 
 

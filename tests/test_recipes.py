@@ -1,4 +1,4 @@
-"""Published recipes of Long Range Arena: each makes a model that reads the rows of its task."""
+"""Published recipes: each makes a model that reads the rows of its task."""
 
 import itertools
 
@@ -52,6 +52,46 @@ def test_a_recipe_reads_the_rows_of_its_task(arch, task):
     model = build.build(c.model.to_dict(), asked)
     logits, _ = jax.eval_shape(lambda: model.init_with_output(jax.random.key(0), row, **pair))[0]
     assert logits.shape == (1, asked.n_classes)
+
+
+PICTURES = [(arch, task) for arch in RECIPES for task in ("smnist", "scifar") if task in RECIPES[arch]]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(("arch", "task"), PICTURES)
+def test_a_recipe_reads_pictures_pixel_by_pixel(arch, task):
+    c = configs.load(f"configs/seqimage.py:task={task},arch={arch},size=paper")
+    recipe, channels = RECIPES[arch][task], {"smnist": 1, "scifar": 3}[task]
+    assert (c.steps, c.batch_size, c.optim.warmup) == (recipe.steps, recipe.batch_size, recipe.warmup)
+    assert c.optim.lr * c.optim.ssm_lr == pytest.approx(recipe.ssm_lr)
+    assert c.model.causal == (task == "smnist") and c.test_at == "best"
+    asked = Asked(0, n_classes=10, inputs=Vectors(channels))
+    model = build.build(c.model.to_dict(), asked)
+    row = np.zeros((1, 64, channels), np.float32)
+    assert jax.eval_shape(lambda: model.init_with_output(jax.random.key(0), row))[0][0].shape == (1, 10)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("arch", "task", "rows", "epochs"),
+    [
+        ("s4", "smnist", 54_000, 20),
+        ("s5", "smnist", 54_000, 150),
+        ("s4", "scifar", 45_000, 200),
+        ("s4d", "scifar", 45_000, 200),
+        ("s5", "scifar", 45_000, 250),
+    ],
+)
+def test_pictures_are_read_for_the_published_epochs(arch, task, rows, epochs):
+    recipe = RECIPES[arch][task]
+    assert recipe.steps == epochs * rows // recipe.batch_size
+
+
+@pytest.mark.quick
+def test_pictures_have_no_recipe_but_these():
+    assert {(run.labels["arch"], run.labels["task"]) for run in TABLES["seqimage"].runs("paper")} == set(PICTURES)
+    with pytest.raises(UserError, match=r"task with a published recipe of arch 's4d' 'smnist'; choose from .*scifar"):
+        configs.load("configs/seqimage.py:task=smnist,arch=s4d,size=paper")
 
 
 def test_the_ssm_rate_is_the_published_one():

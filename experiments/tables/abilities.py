@@ -124,6 +124,7 @@ TABLES = [
         by=("task", "arch"),
         across="length",
         metric="test/accuracy",
+        unpublished="arXiv:2404.08819 asks how many layers each length takes",
     ),
     Table(
         name="distance",
@@ -134,6 +135,7 @@ TABLES = [
         across="length",
         metric="test/accuracy",
         also={"test/reach": lambda scale: {}},
+        unpublished="a claim of textbooks, not of one paper",
     ),
     Table(
         name="based_recall",

@@ -150,6 +150,12 @@ SELF_PRETRAINING = (
 )
 
 
+TUNED_STARTS = (
+    " They tune three rates by three sizes of batch for each; here all have the rate and batch of the task's recipe in"
+    " lra."
+)
+
+
 SEQUENTIAL = ("attention", "s4", "s4d", "s5", "lru", "mamba2", "b2s6", "rglru")
 # sMNIST, permuted, sCIFAR (colour)
 SEQUENTIAL_PUBLISHED = {
@@ -163,13 +169,22 @@ SEQUENTIAL_PUBLISHED = {
 
 
 def seqimage(scale: str) -> list[RunSpec]:
-    tasks = choose("scale", scale, {"small": ("smnist", "psmnist", "sfashion", "scifar"), "smoke": ("smnist",)})
+    """Architectures of one size; at scale paper, where they have a published recipe."""
+    tasks = {"small": ("smnist", "psmnist", "sfashion", "scifar"), "smoke": ("smnist",), "paper": ("smnist", "scifar")}
+    cells = product(choose("scale", scale, tasks), SEQUENTIAL, range(1 if scale == "smoke" else 2))
     return [
         RunSpec(
             f"configs/seqimage.py:task={task},arch={arch},size={scale}", {"seed": seed}, {"arch": arch, "task": task}
         )
-        for task, arch, seed in product(tasks, SEQUENTIAL, range(choose("scale", scale, {"small": 2, "smoke": 1})))
+        for task, arch, seed in cells
+        if scale != "paper" or task in recipes.RECIPES.get(arch, ())
     ]
+
+
+ANNOTATED = (
+    "s4 reads smnist as the Annotated S4 does (https://github.com/srush/annotated-s4), of which 99.55 is published, the"
+    " best of 20 epochs on the test set; the number beside ours is of S4's own."
+)
 
 
 def sequential_quotes(scale: str) -> Quotes:
@@ -207,6 +222,7 @@ TABLES = [
         metric="test/accuracy",
         published=quotes,
         remarks={"text": TEXT},
+        unpublished="lra has the published recipes",
     ),
     Table(
         name="locality",
@@ -226,17 +242,17 @@ TABLES = [
         by=("arch", "start"),
         across="task",
         metric="test/accuracy",
-        note=SELF_PRETRAINING,
+        note={"small": SELF_PRETRAINING, "paper": SELF_PRETRAINING + TUNED_STARTS},
     ),
     Table(
         name="seqimage",
         description="pictures read pixel by pixel: digits, the same in random order, clothes, things in colour",
         runs=seqimage,
-        scales=("small", "smoke"),
+        scales=("small", "smoke", "paper"),
         by=("arch",),
         across="task",
         metric="test/accuracy",
         published=sequential_quotes,
-        note={"small": MATCHED},
+        note={"small": MATCHED, "paper": ANNOTATED},
     ),
 ]

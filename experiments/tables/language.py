@@ -78,6 +78,7 @@ TABLES = [
         across=None,
         metric="test/bits_per_byte",
         against="state_bytes",
+        unpublished="the papers on fewer heads translate and summarise",
     ),
     Table(
         name="sinks",
@@ -88,6 +89,7 @@ TABLES = [
         across="length",
         metric="test/stream_bits_per_byte",
         note=published.SINKS,
+        unpublished="published of Llama-2 with 7 and 13 billion parameters",
     ),
     Table(
         name="extension",
@@ -98,5 +100,6 @@ TABLES = [
         across="length",
         metric="test/bits_per_byte",
         note=published.EXTENSION,
+        unpublished="published of Llama-2 with 7 billion parameters",
     ),
 ]

@@ -82,6 +82,7 @@ TABLES = [
         across="task",
         metric="test/accuracy",
         published=lambda scale: published.QUICKSTART,
+        unpublished="its tasks have it in tables of their own: recall, selective_copying, induction_heads",
     ),
     Table(
         name="selective_copying",

@@ -6,7 +6,8 @@ What makes one fair:
 - Same training: in a column all have as many steps of as many tokens, or the config says whose recipe it follows.
 - Same tuning budget: all are run on one grid of settings, and the validation split chooses, never the test split.
 - Same seeds: the mean and spread are over all of them; what failed is counted, at settings not chosen too.
-- Same test: of the step that validation chose (`test_at=best`) or of the last one; the table says which.
+- Same test: of the step that validation chose (`test_at=best`) wherever rows are learned from again and again; where
+  every row is new, there or of the last step, at which the rate has run out; the table says which.
 - Same code: runs of several revisions, or of data made differently, share a table only by `--mixed`; it says so.
 """
 
@@ -47,6 +48,7 @@ class Table:
     remarks: Mapping[Value, str] = field(default_factory=dict)
     against: str = ""  # a cost that the plot sets the metric against
     part_of: str = ""  # the table that takes this one along
+    unpublished: str = ""  # why it has no scale paper
 
 
 def over_grid(runs: Iterable[RunSpec], grid: Mapping[str, Sequence[Value]]) -> list[RunSpec]:
@@ -71,7 +73,8 @@ def choose_scale(table: Table, given: str | None) -> str:
     if given is None or given in table.scales:
         return given or table.scales[0]
     allowed = f"{', '.join(table.scales)}{closest(given, table.scales)}"
-    raise UserError(f"table {table.name} has no scale {given!r}; choose from {allowed}")
+    why = f" ({table.unpublished})" if given == "paper" else ""
+    raise UserError(f"table {table.name} has no scale {given!r}{why}; choose from {allowed}")
 
 
 def with_a_place(table: Table, rows: Iterable[Row]) -> list[Row]:

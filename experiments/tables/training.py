@@ -56,6 +56,7 @@ TABLES = [
         by=("norm", "warmup"),
         across="layers",
         metric="test/accuracy",
+        unpublished="published of translation",
     ),
     Table(
         name="precision",
@@ -65,5 +66,6 @@ TABLES = [
         by=("arch",),
         across="dtype",
         metric="test/loss",
+        unpublished="a check of these models, not of a paper",
     ),
 ]

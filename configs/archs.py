@@ -3,8 +3,8 @@
 A comparison is fair at equal numbers of parameters: `use_matched` gives an architecture as many as `attention` has at
 that size, within 3 %, embeddings and head aside. Those with an MLP have it made wider or narrower; the others have more
 layers, or are wider; those whose mixers take more layers for one turn have these, and are narrower. Where they read
-both ways, state spaces (s4, s4d, s5, lru, mega) have a second map out of their state, up to 9 % more at tiny, 6 % at
-small and 3 % above that; lstm, gru and hyena, which would have more, are matched anew.
+both ways, state spaces (s4, s4d, dss, s5, lru, mega) have a second map out of their state, up to 9 % more at tiny, 6 %
+at small and 3 % above that; rnn, lstm, gru and hyena, which would have more, are matched anew.
 """
 
 from typing import Any
@@ -68,6 +68,7 @@ ARCHS = {
     # Sinkhorn: blocks of 32 tokens, each with another that is sorted to it, of rows of up to 1,024 tokens
     "sinkhorn": dict(mixers=("sinkhorn",), causal=False, position="sinusoidal", sinkhorn=dict(longest=1024)),
     "s4d": dict(mixers=("s4d",)),  # diagonal state space, the same at every token
+    "dss": dict(mixers=("dss",)),  # the same with HiPPO's modes, and one weight for its B and C
     "s4": dict(mixers=("s4",)),  # state space with HiPPO's matrix, diagonal plus low rank
     "s5": dict(mixers=("s5",)),  # one diagonal state space for all channels
     "lru": dict(mixers=("lru",)),  # the same, its modes drawn from a ring
@@ -88,6 +89,7 @@ ARCHS = {
     "deltanet": dict(mixers=("deltanet",)),  # the delta rule: a matrix state that is corrected, not added to
     "gated_deltanet": dict(mixers=("gated_deltanet",)),  # the same on a state that forgets as the token decides
     "kda": dict(mixers=("kda",)),  # Kimi Delta Attention: each channel forgets at its own rate
+    "rnn": dict(mixers=("rnn",), mlp="none"),  # a tanh of the token and the last state, wide
     "lstm": dict(mixers=("lstm",), mlp="none"),  # gated recurrence, one token after another
     "slstm": dict(mixers=("slstm",)),  # xLSTM's scalar memory: exponential gates, recurrences within heads
     "gru": dict(mixers=("gru",), mlp="none"),  # gated recurrence with three gates instead of four
@@ -167,6 +169,7 @@ MLP_WIDTHS = {
     "nsa": (96, 184, 384, 744),
     "reformer": (208, 392, 792, 1544),
     "s4d": (184, 400, 832, 1680),
+    "dss": (184, 400, 832, 1680),
     "s4": (136, 352, 784, 1632),
     "s5": (184, 400, 832, 1680),
     "lru": (184, 400, 832, 1680),
@@ -187,6 +190,7 @@ MLP_WIDTHS = {
 LAYERS_AND_WIDTHS = {  # of those without an MLP
     "mamba": ((3, 66), (7, 128), (11, 256), (11, 512)),
     "mamba2": ((3, 64), (7, 128), (11, 256), (10, 544)),
+    "rnn": ((2, 160), (6, 256), (9, 512), (9, 1024)),
     "lstm": ((2, 80), (6, 128), (9, 256), (9, 512)),
     "gru": ((3, 76), (8, 128), (12, 256), (12, 512)),
 }
@@ -202,6 +206,7 @@ MATCHED = {
     **{arch: [dict(layers=n, width=w, mlp_width=m) for n, w, m in found] for arch, found in TURNS.items()},
 }
 HALVES = {  # layers and widths of those that read each way with half the width
+    "rnn": ((3, 152), (8, 256), (12, 512), (12, 1024)),
     "lstm": ((3, 76), (8, 128), (12, 256), (12, 512)),
     "gru": ((4, 76), (11, 126), (16, 256), (16, 512)),
 }

@@ -6,9 +6,8 @@
 Trained at all distances mixed, then tested on rows of 2 to 1,024 tokens, of which each asks for the first. The
 objective `reach` has tests also tell the decimal logarithm of the norm of the answer's gradient by that first token:
 what every textbook says vanishes in an RNN, and not in attention. `trained=no` stops before the first update, so that
-this is told of fresh parameters; `--suite=reach` has the gradients at all distances of one run. `arch=rnn` is the tanh
-network, beside those of configs/archs.py. Feeds the table `distance`. `size=small` is for one accelerator;
-`size=smoke`, with rows of 32 tokens, shows on a CPU that it runs.
+this is told of fresh parameters; `--suite=reach` has the gradients at all distances of one run. Feeds the table
+`distance`. `size=small` is for one accelerator; `size=smoke`, with rows of 32 tokens, shows on a CPU that it runs.
 """
 
 from ml_collections import ConfigDict
@@ -27,10 +26,7 @@ def get_config(argument: str = "") -> ConfigDict:
     arg = parse(argument, arch="lstm", trained="yes", size="small")
     size = choose("size", arg.size, SIZES)
     c = base.get_config()
-    if arg.arch == "rnn":
-        c.model.mixers, c.model.mlp = ("rnn",), "none"
-    else:
-        archs.use(c, arg.arch)
+    archs.use(c, arg.arch)
     c.model.width = size["width"]
     archs.use_layers(c, 2)
     c.data.task = "delayed_recall"

@@ -7,11 +7,13 @@ import pytest
 from configs import archs, base
 from model import build
 from model.asked import Asked
+from model.entries import entry
 from model.errors import UserError
+from model.mixers import MIXERS
 from train import config as configs
 
 TOLERANCE = 0.03
-SECOND_MAP = {"s4", "s4d", "s5", "lru", "mega", "mega_chunk"}  # out of the state, where a model reads both ways
+SECOND_MAP = {"s4", "s4d", "dss", "s5", "lru", "mega", "mega_chunk"}  # out of the state, where a model reads both ways
 TOLERATED = {"tiny": 0.09, "small": 0.06}  # of these
 
 
@@ -34,6 +36,8 @@ def stacks() -> set[str]:
 
 def test_every_architecture_that_reads_one_row_is_matched():
     assert archs.MATCHED.keys() == stacks()
+    named = {entry(arch, name).mixer for arch in archs.ARCHS.values() for name in arch["mixers"]}
+    assert MIXERS.keys() - named == {"cross_attention"}, "a mixer that no architecture has"
 
 
 @pytest.mark.scale

@@ -25,6 +25,7 @@ scaling or pods again with the same --out to take it up where it stopped; with -
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -80,7 +81,20 @@ OUT = cli.flag("out", Name, None, "File for the measurements, a line of JSON eac
 flags.declare_key_flag("override")
 
 
-def bench_loop() -> Iterator[tuple[dict, str]]:
+Measured = Iterator[tuple[dict, str]]  # a row, and the line that tells it
+
+
+@dataclass(frozen=True)
+class Bench:
+    measure: Callable[[], Measured]
+    reads: tuple[str, ...]  # of the flags
+    table: Callable[[list[dict]], str] | None = None
+    picture: Callable[[list[dict], Path], None] | None = None
+    names: tuple[str, ...] = ()  # what names a row; one that is measured again takes its place
+    kept: Callable[[Path, bool], list[dict]] | None = None  # what stays of a file's rows when it is taken up again
+
+
+def bench_loop() -> Measured:
     for spec in specs():
         row = overhead.measure(spec, cli.overrides(), STEPS.value, ROUNDS.value)
         spread = f"{row['lowest']:.1%} to {row['highest']:.1%}"
@@ -88,36 +102,36 @@ def bench_loop() -> Iterator[tuple[dict, str]]:
         yield {"config": spec, **row}, f"{spec}: {row['overhead']:.1%} overhead ({spread}): {times}"
 
 
-def bench_startup() -> Iterator[tuple[dict, str]]:
+def bench_startup() -> Measured:
     for spec in specs():
         row = startup.measure(spec, {key: read_value(text) for key, text in cli.overrides()})
         times = f"first {row['first_s']:.1f} s, second {row['second_s']:.1f} s, ratio {row['ratio']:.2f}"
         yield {"config": spec, **row}, f"{spec}: {times}"
 
 
-def bench_profile() -> Iterator[tuple[dict, str]]:
+def bench_profile() -> Measured:
     step_profile.name_launches()
     for spec in specs():
         for row in step_profile.measure(spec, cli.overrides()):
             yield {"config": spec, **row}, step_profile.SHEET.sentence({"config": spec, **row})
 
 
-def bench_compared(bench: ModuleType) -> Iterator[tuple[dict, str]]:
+def bench_compared(bench: ModuleType) -> Measured:
     wanted = part.ALL if ONLY.value is None else part.read(ONLY.value, bench.SHEET.names, bench.settings())
     for row in bench.measure(ROUNDS.value, wanted):
         yield row, bench.SHEET.sentence(row)
 
 
-def bench_kernels() -> Iterator[tuple[dict, str]]:
+def bench_kernels() -> Measured:
     for name in KERNELS:
         try:
-            for row, text in BENCHES[name]():
+            for row, text in BENCHES[name].measure():
                 yield {"bench": name, **row}, text
         except UserError as error:  # what runs on other chips alone
             print(error)
 
 
-def bench_determinism() -> Iterator[tuple[dict, str]]:
+def bench_determinism() -> Measured:
     if CONFIG.value and ARCHS.value:
         closest = determinism.specs(ARCHS.value)[0]
         raise UserError(
@@ -130,17 +144,17 @@ def bench_determinism() -> Iterator[tuple[dict, str]]:
         yield row, determinism.sentence(row)
 
 
-def bench_features() -> Iterator[tuple[dict, str]]:
+def bench_features() -> Measured:
     for row in features.measure():
         yield row, features.sentence(row)
 
 
-def bench_pods() -> Iterator[tuple[dict, str]]:
+def bench_pods() -> Measured:
     for row in pods.measure(rows_before("pods")):
         yield row, pods.sentence(row)
 
 
-def bench_scaling() -> Iterator[tuple[dict, str]]:
+def bench_scaling() -> Measured:
     lengths, seconds = scaling.lengths(LAST.value), 60 * MINUTES.value
     for row in scaling.rows(scaling.asked(ASKED.value), lengths, seconds, rows_before("scaling")):
         yield row, scaling.sentence(row)
@@ -149,14 +163,13 @@ def bench_scaling() -> Iterator[tuple[dict, str]]:
 def kernels_table(rows: list[dict]) -> str:
     """The tables of those that have rows, one below another."""
     by_bench = {name: [row for row in rows if row["bench"] == name] for name in KERNELS}
-    return "\n".join(MARKDOWN[name](own) for name, own in by_bench.items() if own)
+    return "\n".join(BENCHES[name].table(own) for name, own in by_bench.items() if own)
 
 
 def rows_before(name: str) -> list[dict]:
     """What stays of the rows in --out: of a bench that goes on where it stopped, and around a part."""
-    lasting = {"scaling": scaling, "pods": pods}
-    if OUT.value and name in lasting:
-        return lasting[name].kept(Path(OUT.value), MIXED.value)
+    if OUT.value and (kept := BENCHES[name].kept):
+        return kept(Path(OUT.value), MIXED.value)
     if OUT.value and ONLY.value is not None:
         return part.rows_before(Path(OUT.value), {"bench": name, "device": provenance()["device"]})
     return []
@@ -169,62 +182,50 @@ def specs() -> list[str]:
     return CONFIG.value or list(dict.fromkeys(one_task))
 
 
-COMPARED = {
-    "attention": attention_speed,
-    "scan": scan_speed,
-    "state": state_speed,
-    "step": step_speed,
-    "decode": decode_speed,
-}
+def compared(bench: ModuleType) -> Bench:
+    return Bench(
+        partial(bench_compared, bench), ("only", "rounds", "out"), bench.SHEET.table, names=tuple(bench.SHEET.names)
+    )
+
+
 KERNELS = ("attention", "scan", "state")
-BENCHES: dict[str, Callable[[], Iterator[tuple[dict, str]]]] = {
-    "loop": bench_loop,
-    "startup": bench_startup,
-    "profile": bench_profile,
-    **{name: partial(bench_compared, bench) for name, bench in COMPARED.items()},
-    "kernels": bench_kernels,
-    "determinism": bench_determinism,
-    "features": bench_features,
-    "pods": bench_pods,
-    "scaling": bench_scaling,
-}
-MARKDOWN: dict[str, Callable[[list[dict]], str]] = {
-    **{name: bench.SHEET.table for name, bench in COMPARED.items()},
-    "kernels": kernels_table,
-    "profile": step_profile.SHEET.table,
-    "determinism": determinism.SHEET.table,
-    "features": features.table,
-    "pods": pods.table,
-    "scaling": growth.table,
-}
-PICTURES: dict[str, Callable[[list[dict], Path], None]] = {"scaling": growth.picture}
-# What each reads of the flags.
-FLAGS: dict[str, tuple[str, ...]] = {
-    "loop": ("config", "override", "steps", "rounds", "out"),
-    "startup": ("config", "override", "out"),
-    "profile": ("config", "override", "out"),
-    **dict.fromkeys(COMPARED, ("only", "rounds", "out")),
-    "kernels": ("rounds", "out"),
-    "determinism": ("config", "override", "archs", "kills", "out"),
-    "features": ("out",),
-    "pods": ("mixed", "out"),
-    "scaling": ("minutes", "mixers", "longest", "mixed", "out"),
+BENCHES = {
+    "loop": Bench(bench_loop, ("config", "override", "steps", "rounds", "out")),
+    "startup": Bench(bench_startup, ("config", "override", "out")),
+    "profile": Bench(bench_profile, ("config", "override", "out"), step_profile.SHEET.table),
+    "attention": compared(attention_speed),
+    "scan": compared(scan_speed),
+    "state": compared(state_speed),
+    "step": compared(step_speed),
+    "decode": compared(decode_speed),
+    "kernels": Bench(bench_kernels, ("rounds", "out"), kernels_table),
+    "determinism": Bench(bench_determinism, ("config", "override", "archs", "kills", "out"), determinism.SHEET.table),
+    "features": Bench(bench_features, ("out",), features.table),
+    "pods": Bench(bench_pods, ("mixed", "out"), pods.table, kept=pods.kept),
+    "scaling": Bench(
+        bench_scaling,
+        ("minutes", "mixers", "longest", "mixed", "out"),
+        growth.table,
+        picture=growth.picture,
+        kept=scaling.kept,
+    ),
 }
 
 
-def refuse_unread(bench: str) -> None:
-    written = {name: f"--{name}" for names in FLAGS.values() for name in names} | {"override": "--config.KEY"}
-    for name in written.keys() - FLAGS[bench]:
-        if flags.FLAGS[name].present:
-            allowed = ", ".join(written[name] for name in FLAGS[bench])
-            raise UserError(f"bench {bench} does not read {written[name]}; allowed: {allowed}")
+def refuse_unread(name: str) -> None:
+    written = {flag: f"--{flag}" for bench in BENCHES.values() for flag in bench.reads} | {"override": "--config.KEY"}
+    reads = BENCHES[name].reads
+    for flag in written.keys() - reads:
+        if flags.FLAGS[flag].present:
+            allowed = ", ".join(written[flag] for flag in reads)
+            raise UserError(f"bench {name} does not read {written[flag]}; allowed: {allowed}")
 
 
 def main(argv: list[str]) -> int:
     if len(argv) != 2:
         raise UserError(f"bench takes one measurement; choose from {', '.join(BENCHES)}")
-    bench = choose("measurement", argv[1], BENCHES)
-    refuse_unread(argv[1])
+    name, bench = argv[1], choose("measurement", argv[1], BENCHES)
+    refuse_unread(name)
     out = Path(OUT.value) if OUT.value else None
     if out:
         if out.suffix in (".md", ".png"):
@@ -236,22 +237,22 @@ def main(argv: list[str]) -> int:
         if out.exists() and not out.is_file():
             raise UserError(f"--out={out} is a device or a pipe, and rows replace the file; give a plain one")
         folders.check_writable(out)
-    if argv[1] == "scaling":
+    if name == "scaling":
         scaling.share_the_device()
-    rows, nothing = rows_before(argv[1]), True
-    for row, text in bench():
+    rows, nothing = rows_before(name), True
+    for row, text in bench.measure():
         print(text, flush=True)
-        row, nothing = {"bench": argv[1], **provenance(), **row}, False
-        if argv[1] in COMPARED:
-            part.put(rows, row, COMPARED[argv[1]].SHEET.names)
+        row, nothing = {"bench": name, **provenance(), **row}, False
+        if bench.names:
+            part.put(rows, row, bench.names)
         else:
             rows.append(row)
         if out:  # row by row: what is measured stays, whatever happens to the next
             write_text(out, "".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
-            if argv[1] in MARKDOWN:
-                write_text(out.with_suffix(".md"), MARKDOWN[argv[1]](rows))
-    if out and rows and argv[1] in PICTURES:
-        PICTURES[argv[1]](rows, out.with_suffix(".png"))
+            if bench.table:
+                write_text(out.with_suffix(".md"), bench.table(rows))
+    if out and rows and bench.picture:
+        bench.picture(rows, out.with_suffix(".png"))
     if ONLY.value is not None and nothing:
         raise UserError(f"--only={ONLY.value} leaves nothing to measure")
     return int(not all(row.get("identical", True) and row.get("fits", True) for row in rows))

@@ -329,7 +329,7 @@ def colours(path: Path) -> int:
 @one_run
 def test_the_suite_writes_numbers_within_their_bounds_and_pictures(attention_run, capsys):
     path, report = looked(attention_run, split="validation", examples=3)
-    assert path.name == "attention-validation-0.json" and report["examples"] == 3 and report["task"] == "mqar"
+    assert path.name == "attention-validation-3-0.json" and report["examples"] == 3 and report["task"] == "mqar"
     assert [(layer["layer"], layer["mixer"], len(layer["heads"])) for layer in report["layers"]] == [
         (0, "attention", 4),
         (1, "attention", 4),
@@ -349,7 +349,7 @@ def test_the_suite_writes_numbers_within_their_bounds_and_pictures(attention_run
     assert report["layers"][1]["rank"] == pytest.approx(np.mean([one[1]["rank"] for one in each]))
     assert len({one[1]["rank"] for one in each}) == 3
     for kind in ("maps", "summary"):
-        assert colours(path.with_name(f"attention-validation-0-{kind}.png")) > 50, "blank"
+        assert colours(path.with_name(f"attention-validation-3-0-{kind}.png")) > 50, "blank"
     out = capsys.readouterr().out
     assert "3 examples" in out and str(path) in out
     lines = [line.split() for line in out.splitlines()]

@@ -39,7 +39,7 @@ def rows():
     resource.setrlimit(resource.RLIMIT_FSIZE, (ROOM, ROOM))
     yield {"n": 2}, "two"
 
-bench.BENCHES["features"], bench.MARKDOWN["features"] = rows, lambda rows: "row\\n" * 20 * len(rows)
+bench.BENCHES["features"] = bench.Bench(rows, ("out",), lambda rows: "row\\n" * 20 * len(rows))
 cli.run(bench.main)
 """
 

@@ -4,7 +4,7 @@ from itertools import product
 
 from configs import mad as mad_config
 from experiments.running.runs import RunSpec
-from experiments.tables.table import Table
+from experiments.tables.table import Table, over_arguments, over_grid
 from model.errors import choose
 
 TRACKERS = ("attention", "s4d", "s5", "lru", "mamba", "mamba2", "rglru", "rwkv6", "lstm", "gru", "hybrid")
@@ -55,12 +55,7 @@ def mad(scale: str) -> list[RunSpec]:
 
 def tracking(scale: str) -> list[RunSpec]:
     tasks, seeds = choose("scale", scale, {"small": (("parity", "z60", "s3", "a5", "s5"), 2), "smoke": (("s3",), 1)})
-    return [
-        RunSpec(
-            f"configs/tracking.py:task={task},arch={arch},size={scale}", {"seed": seed}, {"task": task, "arch": arch}
-        )
-        for task, arch, seed in product(tasks, TRACKERS, range(seeds))
-    ]
+    return over_arguments("tracking", scale, seeds, task=tasks, arch=TRACKERS)
 
 
 def distance(scale: str) -> list[RunSpec]:
@@ -88,14 +83,7 @@ def based_recall(scale: str) -> list[RunSpec]:
             "paper": ((32, 64, 128, 256), (1e-3, 3.2e-3, 1e-2, 3.2e-2), 1),
         },
     )
-    return [
-        RunSpec(
-            f"configs/based_recall.py:arch={arch},width={width},size={scale}",
-            {"optim.lr": lr, "seed": seed},
-            {"arch": arch, "width": width, "lr": lr},
-        )
-        for arch, width, lr, seed in product(archs, widths, rates, range(seeds))
-    ]
+    return over_grid(over_arguments("based_recall", scale, seeds, arch=archs, width=widths), {"optim.lr": rates})
 
 
 BASED_RECALL = (

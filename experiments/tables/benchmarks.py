@@ -7,7 +7,7 @@ from configs.lra import PIXELS, usual_protocol
 from experiments.running.runs import RunSpec
 from experiments.tables.layout import Published
 from experiments.tables.published import Quotes
-from experiments.tables.table import Table, over_grid
+from experiments.tables.table import Table, over_arguments, over_grid
 from model.errors import choose
 
 ARCHS = ("attention", "alibi", "s4", "s4d", "s5", "lru", "mamba", "mamba2", "b2s6", "rglru")
@@ -171,13 +171,10 @@ SEQUENTIAL_PUBLISHED = {
 def seqimage(scale: str) -> list[RunSpec]:
     """Architectures of one size; at scale paper, where they have a published recipe."""
     tasks = {"small": ("smnist", "psmnist", "sfashion", "scifar"), "smoke": ("smnist",), "paper": ("smnist", "scifar")}
-    cells = product(choose("scale", scale, tasks), SEQUENTIAL, range(1 if scale == "smoke" else 2))
+    seeds = 1 if scale == "smoke" else 2
+    runs = over_arguments("seqimage", scale, seeds, arch=SEQUENTIAL, task=choose("scale", scale, tasks))
     return [
-        RunSpec(
-            f"configs/seqimage.py:task={task},arch={arch},size={scale}", {"seed": seed}, {"arch": arch, "task": task}
-        )
-        for task, arch, seed in cells
-        if scale != "paper" or task in recipes.RECIPES.get(arch, ())
+        run for run in runs if scale != "paper" or run.labels["task"] in recipes.RECIPES.get(run.labels["arch"], ())
     ]
 
 

@@ -1,16 +1,18 @@
 """Language byte by byte: architectures, caches, and contexts longer than those of training."""
 
-from functools import partial
 from itertools import product
 
 from configs import enwik8, extension, sinks
 from experiments.running.runs import RunSpec
 from experiments.tables import published
-from experiments.tables.synthetics import over_archs
-from experiments.tables.table import Table
+from experiments.tables.table import Table, over_arguments
 from model.errors import choose
 
 ARCHS = ("attention", "alibi", "window", "s4d", "mamba2", "rglru", "rwkv6", "griffin")
+
+
+def enwik8_archs(scale: str) -> list[RunSpec]:
+    return over_arguments("enwik8", scale, choose("scale", scale, {"small": 2, "smoke": 1, "paper": 1}), arch=ARCHS)
 
 
 def heads(scale: str) -> list[RunSpec]:
@@ -61,7 +63,7 @@ TABLES = [
     Table(
         name="enwik8",
         description="the next byte of Wikipedia, bits per byte",
-        runs=partial(over_archs, "enwik8", ARCHS, {"small": 2, "smoke": 1, "paper": 1}),
+        runs=enwik8_archs,
         scales=("small", "smoke", "paper"),
         by=("arch",),
         across=None,

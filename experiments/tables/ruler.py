@@ -4,7 +4,7 @@ from itertools import product
 
 from configs.ruler import SIZES
 from experiments.running.runs import RunSpec
-from experiments.tables.table import Table
+from experiments.tables.table import Table, over_arguments
 from model.errors import choose
 
 ARCHS = ("attention", "alibi", "window", "s4d", "mamba", "mamba2", "rglru", "rwkv6", "hybrid", "griffin")
@@ -13,10 +13,7 @@ ARCHS = ("attention", "alibi", "window", "s4d", "mamba", "mamba2", "rglru", "rwk
 def needle(scale: str) -> list[RunSpec]:
     """One needle, and one key of digits, looked for by every architecture, at lengths far past those of training."""
     tasks, seeds = choose("scale", scale, {"small": (("needle", "passkey"), 3), "smoke": (("needle",), 1)})
-    return [
-        RunSpec(f"configs/ruler.py:task={task},arch={arch},size={scale}", {"seed": seed}, {"task": task, "arch": arch})
-        for task, arch, seed in product(tasks, ARCHS, range(seeds))
-    ]
+    return over_arguments("ruler", scale, seeds, task=tasks, arch=ARCHS)
 
 
 def ruler(scale: str) -> list[RunSpec]:

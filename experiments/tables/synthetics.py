@@ -1,12 +1,10 @@
 """Recall, copying and induction: what an architecture can keep, and find again."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import product
 
 from experiments.running.runs import RunSpec, Value
 from experiments.tables import published
-from experiments.tables.table import Table, over_grid
+from experiments.tables.table import Table, over_arguments, over_grid
 from model.errors import choose
 
 RECURRENT = ("s4", "s4d", "s5", "lru", "rwkv", "rglru", "mamba", "mamba2")
@@ -33,25 +31,21 @@ def quickstart(scale: str) -> list[RunSpec]:
     return cross(archs, tasks, seeds=2, overrides=choose("scale", scale, {"small": {}, "smoke": smoke}))
 
 
-def over_archs(config: str, archs: Sequence[str], seeds: Mapping[str, int], scale: str) -> list[RunSpec]:
-    """Every architecture in a config that takes `arch` and `size`."""
-    return [
-        RunSpec(f"configs/{config}.py:arch={arch},size={scale}", {"seed": seed}, {"arch": arch})
-        for arch in archs
-        for seed in range(choose("scale", scale, seeds))
-    ]
+def selective_copying(scale: str) -> list[RunSpec]:
+    seeds = choose("scale", scale, {"small": 3, "smoke": 1, "paper": 3})
+    archs = ("attention", "alibi", "lstm", *RECURRENT, "b2s6", "hybrid")
+    return over_arguments("selective_copying", scale, seeds, arch=archs)
 
 
 def induction_heads(scale: str) -> list[RunSpec]:
     """At scale paper the better of two rates, as published."""
-    archs = ("attention", "alibi", *RECURRENT, "hybrid")
-    runs = over_archs("induction_heads", archs, {"small": 3, "smoke": 1, "paper": 3}, scale)
+    seeds = choose("scale", scale, {"small": 3, "smoke": 1, "paper": 3})
+    runs = over_arguments("induction_heads", scale, seeds, arch=("attention", "alibi", *RECURRENT, "hybrid"))
     return over_grid(runs, {"optim.lr": (2e-4, 1e-3)}) if scale == "paper" else runs
 
 
 def recall(scale: str) -> list[RunSpec]:
     """Zoology's grid: architectures in several widths and at several rates, recalling several numbers of pairs."""
-    archs = ("attention", *RECURRENT)
     widths, pairs, rates, seeds = choose(
         "scale",
         scale,
@@ -61,14 +55,7 @@ def recall(scale: str) -> list[RunSpec]:
             "paper": ((64, 128, 256, 512), (4, 8, 16, 64), (1e-4, 4.6e-4, 2.2e-3, 1e-2), 1),
         },
     )
-    runs = [
-        RunSpec(
-            f"configs/recall.py:arch={arch},width={width},pairs={k},size={scale}",
-            {"seed": seed},
-            {"arch": arch, "width": width, "pairs": k},
-        )
-        for arch, width, k, seed in product(archs, widths, pairs, range(seeds))
-    ]
+    runs = over_arguments("recall", scale, seeds, arch=("attention", *RECURRENT), width=widths, pairs=pairs)
     return over_grid(runs, {"optim.lr": rates})
 
 
@@ -87,12 +74,7 @@ TABLES = [
     Table(
         name="selective_copying",
         description="tokens scattered among noise, copied in order",
-        runs=partial(
-            over_archs,
-            "selective_copying",
-            ("attention", "alibi", "lstm", *RECURRENT, "b2s6", "hybrid"),
-            {"small": 3, "smoke": 1, "paper": 3},
-        ),
+        runs=selective_copying,
         scales=("small", "smoke", "paper"),
         by=("arch",),
         across=None,

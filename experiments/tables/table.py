@@ -51,6 +51,20 @@ class Table:
     unpublished: str = ""  # why it has no scale paper
 
 
+def over_arguments(config: str, scale: str, seeds: int, **arguments: Sequence[Value]) -> list[RunSpec]:
+    """Runs of every seed for each combination of a config's arguments, which are their labels."""
+    return [
+        RunSpec(
+            f"configs/{config}.py:{','.join(f'{key}={value}' for key, value in point.items())},size={scale}",
+            {"seed": seed},
+            point,
+        )
+        for values in product(*arguments.values())
+        for point in [dict(zip(arguments, values, strict=True))]
+        for seed in range(seeds)
+    ]
+
+
 def over_grid(runs: Iterable[RunSpec], grid: Mapping[str, Sequence[Value]]) -> list[RunSpec]:
     """Every run at every point of a grid of settings: the same tuning budget for all.
 

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from model.errors import UserError
-from train import hosts, join, line
+from train import hosts, line
+from train.door import open_door
 
 pytestmark = pytest.mark.quick
 
@@ -188,7 +189,7 @@ def test_the_first_process_is_waited_for_no_longer_than_the_others(monkeypatch):
 def test_a_door_stays_open_when_what_is_behind_it_closes():
     """Else JAX's client aborts the process with pages of stacks in the moment that the first process dies."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        host, _, port = join._door(f"localhost:{server.getsockname()[1]}").rpartition(":")
+        host, _, port = open_door(f"localhost:{server.getsockname()[1]}").rpartition(":")
         near = socket.create_connection((host, int(port)), timeout=20)
         far, _ = server.accept()
         for sender, receiver in ((near, far), (far, near)):

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from jax._src.lib import _jax
 
 from model.errors import UserError
 from train import line
+from train.door import open_door
 
 JOINING = 300  # seconds that processes have to find each other
 
@@ -83,41 +83,13 @@ def _shielded() -> Iterator[None]:
     So it is connected through a door of ours, which stays open: the line has seen the same, and ends us in good order.
     """
     connect = _jax.get_distributed_runtime_client
-    _jax.get_distributed_runtime_client = lambda address, *args, **options: connect(_door(address), *args, **options)
+    _jax.get_distributed_runtime_client = lambda address, *args, **options: connect(
+        open_door(address), *args, **options
+    )
     try:
         yield
     finally:
         _jax.get_distributed_runtime_client = connect
-
-
-def _door(address: str) -> str:
-    """A local address that leads to another, and does not close when that one does."""
-    host, _, port = address.rpartition(":")
-    listener = socket.create_server(("127.0.0.1", 0))
-
-    def pass_on(source: socket.socket, target: socket.socket, close: bool) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                target.sendall(data)
-        if close:
-            with contextlib.suppress(OSError):
-                target.shutdown(socket.SHUT_RDWR)  # not close: the other thread reads from it
-
-    def serve() -> None:
-        while True:
-            near, _ = listener.accept()
-            try:
-                far = socket.create_connection((host.strip("[]"), int(port)))
-            except OSError:
-                near.close()  # not up yet: JAX tries again
-                continue
-            for connection in (near, far):
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            for ends in ((near, far, True), (far, near, False)):
-                threading.Thread(target=pass_on, args=ends, daemon=True).start()
-
-    threading.Thread(target=serve, name="door", daemon=True).start()
-    return f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 def open_line() -> line.Line:

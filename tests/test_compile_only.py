@@ -32,6 +32,25 @@ def test_memory_is_what_the_compiled_step_says():
     assert {each["axes"] for each in row["collectives"]} == {"data"}
 
 
+@pytest.mark.quick
+def test_scores_count_by_the_dims_of_their_heads():
+    """4 heads on rows of 64 tokens, 32 rows a step; a token's queries meet half of the row, or 8 tokens."""
+
+    def of_scores(**changed: str) -> float:
+        built = prepare(configs.load(DEBUG, [(key.replace("__", "."), value) for key, value in changed.items()]))
+        L, c = max(built.objective.lengths), built.config
+        return compile_only.useful(built) / (6 * c.batch_size * L) - compile_only.active(built), L, c.model.layers
+
+    found, L, layers = of_scores(model__attention__head_dim="24")
+    assert found == pytest.approx(layers * L / 2 * 4 * (24 + 24))
+    found, L, layers = of_scores(model__attention__window="8")
+    assert found == pytest.approx(layers * 8 * 4 * (8 + 8))
+    mla = dict(model__mixers="mla", model__mla__shared_dim="8", model__mla__head_dim="16", model__mla__v_dim="32")
+    found, L, layers = of_scores(**mla)
+    assert found == pytest.approx(layers * L / 2 * 4 * (16 + 8 + 32))
+    assert of_scores(model__mixers="s4d", model__position="none")[0] == 0
+
+
 def test_a_step_is_built_once(monkeypatch):
     built = []
     monkeypatch.setattr(

@@ -263,18 +263,22 @@ def active(run: Run) -> int:
 
 
 def useful(run: Run) -> float:
-    """Operations that a step cannot do without: six a token and parameter, and softmax attention's scores.
+    """Operations that a step cannot do without: six a token and parameter, and the scores of attention, fox and mla.
 
     As PaLM counts them (https://arxiv.org/abs/2204.02311, appendix B), but scores that the mask hides do not count.
     """
     m, length = run.config.model, max(run.objective.lengths)
-    seen = 0.0
+    scored = 0.0  # channels of keys and of values that a token's queries meet
     for i in range(m.layers if m.mixers else 0):
         name = m.mixers[i % len(m.mixers)]
-        if entry(m, name).mixer == "attention":
-            window = min(m[name].get("window", 0) or length, length)
-            seen += window if window < length or not m.causal else length / 2
-    return run.config.batch_size * length * (6.0 * active(run) + 12.0 * seen * m.width)
+        kind, section = entry(m, name).mixer, m[name]
+        if kind in ("attention", "fox", "mla"):
+            window = min(section.get("window", 0) or length, length)
+            seen = window if window < length or not m.causal else length / 2
+            own = section.head_dim or m.width // section.n_heads
+            keys, values = own + section.get("shared_dim", 0), section.get("v_dim", 0) or own
+            scored += seen * section.n_heads * (keys + values)
+    return run.config.batch_size * length * 6.0 * (active(run) + scored)
 
 
 def short(number: float) -> str:

@@ -136,7 +136,7 @@ def test_every_slot_has_its_device_and_its_cores(two_gpus, tmp_path):
 def test_eight_runs_keep_four_devices_busy(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "look", lambda: Machine(CORES, tuple("0123"), "CUDA_VISIBLE_DEVICES"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    jobs = [job(tmp_path, f"run{i}", 0.6 + 0.4 * (i % 2)) for i in range(8)]  # they do not end together
+    jobs = [job(tmp_path, f"run{i}", 1.2 + 0.4 * (i % 2)) for i in range(8)]  # they do not end together
     running, most = set(), 0
     for event in local(jobs):
         running |= {event.name} if event.kind == "start" else set()

@@ -11,14 +11,14 @@ Transformer-XL's base model (arXiv:1901.02860, run_enwik8_base.sh of its code): 
 0.1, rows of 512, 22 a step, 400,000 steps at 2.5e-4: 4.5 billion bytes through 38 million parameters, 1e18
 floating-point operations without those of the attention itself. It says 1.06 bits, with 512 bytes of memory carried
 from row to row, which ours do not have. `size=smoke` takes Python's own help texts, and shows on a CPU that it
-runs.
+runs. `window` cuts what each layer sees (configs/window.py).
 """
 
 from importlib.util import find_spec
 
 from ml_collections import ConfigDict
 
-from configs import archs, base, longest
+from configs import archs, base, longest, window
 from configs.argument import parse
 from model.errors import choose
 
@@ -32,7 +32,7 @@ SIZES = {
 
 
 def get_config(argument: str = "") -> ConfigDict:
-    arg = parse(argument, arch="attention", size="small")
+    arg = parse(argument, arch="attention", size="small", window=0)
     size = choose("size", arg.size, SIZES)
     c = base.get_config()
     if arg.size == "small":
@@ -54,4 +54,5 @@ def get_config(argument: str = "") -> ConfigDict:
         c.model.dtype = "bfloat16"
     if arg.size == "paper":
         c.model.dropout, c.test_at = 0.1, "best"
+    window.use(c, arg.window)
     return c

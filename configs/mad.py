@@ -10,12 +10,13 @@ width 8 and Mamba with a state of 4, all in width 128; but its accuracy is the m
 
 `size=paper` is the published setting: batches of 128, 200 epochs, AdamW with a cosine in bfloat16, a grid of three
 rates and two decays over 66 settings: 396 runs of up to 20,000 steps for each architecture. `size=small`, for one
-accelerator, ends after 4,000 steps; `size=smoke` shows on a CPU that it runs.
+accelerator, ends after 4,000 steps; `size=smoke` shows on a CPU that it runs. `window` cuts what each layer sees
+(configs/window.py).
 """
 
 from ml_collections import ConfigDict
 
-from configs import archs, base
+from configs import archs, base, window
 from configs.argument import parse
 from model.errors import UserError, choose
 
@@ -46,7 +47,7 @@ SIZES = {
 
 
 def get_config(argument: str = "") -> ConfigDict:
-    arg = parse(argument, task="recall", arch="mamba", change="", to="", size="small")
+    arg = parse(argument, task="recall", arch="mamba", change="", to="", size="small", window=0)
     size, fields = choose("size", arg.size, SIZES), choose("task", arg.task, TASKS)
     task = {name: values[0] for name, values in fields.items()}
     if "shorter" in size:
@@ -71,6 +72,7 @@ def get_config(argument: str = "") -> ConfigDict:
     c.eval_batches = 2 if arg.size == "smoke" else 0
     c.optim.lr, c.optim.final_lr, c.optim.warmup, c.optim.weight_decay = size["lr"], FINAL / size["lr"], 0, 0.0
     c.optim.b2, c.optim.clip = 0.999, 0.0
+    window.use(c, arg.window)
     return c
 
 

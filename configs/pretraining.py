@@ -1,6 +1,7 @@
 """Self-pretraining: a model learns a task's own training inputs before the task (https://arxiv.org/abs/2310.02980).
 
-A switch of benchmark configs (lra, seqimage, listops), `start=...`. Scores from scratch overstate how far
+A switch of benchmark configs that ask for one label a row (lra, seqimage, listops), `start=...`; language models learn
+their inputs anyhow, and those of recall, copying and needles are drawn at random. Scores from scratch overstate how far
 architectures are apart. Feeds the table `self_pretraining`.
 
     python -m train --config=configs/lra.py:task=listops,arch=attention,start=pretrain_masked --workdir=runs/first

@@ -16,7 +16,7 @@ Of pictures read pixel by pixel (smnist, scifar): S4 on digits as in the Annotat
 (https://github.com/srush/annotated-s4, 20 epochs), on colours as in its own code (s4, 43f5b0c,
 configs/experiment/cifar/s4-cifar.yaml), and S4D as S4; S5 on digits, forward, by a fork of its code
 (https://github.com/msgwak/LAST, 47c53f2, bin/run_experiments/run_mnist.sh), on colours with its settings of Image, as
-the LRU, whose Image is in colour.
+the LRU, whose paper has Image in colour and whose replication in grey.
 
 What they have and these do not. All: padding counts in the statistics of norms, and norms and biases are decayed. S4:
 on images its A and B are shared among channels and dropout is the same along a row; it drops behind the gate too; of
@@ -74,6 +74,9 @@ class Transformer(NamedTuple):
     warmup: int
     clip: float = 0.0
     learned: int = 0  # positions to learn: the pixels and, where one vector stands for all, that one; 0: waves
+
+
+Recipes = Mapping[str, Mapping[str, Recipe | Transformer]]  # of architectures by task
 
 
 def ring(modes: int, r_min: float, r_max: float, turn: float = 2.0) -> dict[str, Any]:
@@ -208,19 +211,25 @@ PIXELS = {
 }
 RECIPES = {
     "attention": TRANSFORMER,
-    "s4": S4 | {"smnist": ANNOTATED_S4, "scifar": S4_COLOURS},
-    "s4d": S4 | {"scifar": S4_COLOURS},
-    "s5": S5 | {"smnist": S5_DIGITS, "scifar": S5["image"]},
-    "lru": LRU | {"scifar": LRU["image"]},
+    "s4": S4,
+    "s4d": S4,
+    "s5": S5,
+    "lru": LRU,
     "b2s6": B2S6,
     **{arch: SHARED | dict(zip(IMAGES, PIXELS[arch], strict=True)) for arch in BASELINES},
 }
+IN_A_ROW = {  # pictures, pixel by pixel
+    "s4": {"smnist": ANNOTATED_S4, "scifar": S4_COLOURS},
+    "s4d": {"scifar": S4_COLOURS},
+    "s5": {"smnist": S5_DIGITS, "scifar": S5["image"]},
+    "lru": {"scifar": LRU["image"]},
+}
 
 
-def use(config: ConfigDict, arch: str, task: str) -> None:
+def use(config: ConfigDict, arch: str, task: str, recipes: Recipes = RECIPES) -> None:
     """Writes the published settings of an architecture on a task over its preset."""
-    recipes = choose("arch with a published recipe", arch, RECIPES)
-    recipe = choose(f"task with a published recipe of arch {arch!r}", task, recipes)
+    of_arch = choose("arch with a published recipe", arch, recipes)
+    recipe = choose(f"task with a published recipe of arch {arch!r}", task, of_arch)
     config.steps, config.batch_size = recipe.steps, recipe.batch_size
     shared = dict(lr=recipe.lr, warmup=recipe.warmup, weight_decay=recipe.weight_decay)
     config.model.update(layers=recipe.layers, width=recipe.width, dropout=recipe.dropout)

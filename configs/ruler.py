@@ -8,12 +8,13 @@ common_words. Feeds the tables `needle` and `ruler`. RULER (https://arxiv.org/ab
 that do 3 times. `size=small`, for one accelerator, has those numbers in rows of 512 tokens of a made-up vocabulary,
 tested on up to 8,192; `size=smoke` fewer in rows of 32, tested on up to 256, where attention finds the whole value of
 every needle and, in rows of 128, of 88 % of them; it does not learn in that time to tell needles apart by their names
-(multi_query, variable_tracking). There is no published size, as RULER has none for models trained on it.
+(multi_query, variable_tracking). There is no published size, as RULER has none for models trained on it. `window` cuts
+what each layer sees (configs/window.py).
 """
 
 from ml_collections import ConfigDict
 
-from configs import archs, base
+from configs import archs, base, window
 from configs.argument import parse
 from model.errors import choose
 
@@ -58,7 +59,7 @@ SIZES = {
 
 
 def get_config(argument: str = "") -> ConfigDict:
-    arg = parse(argument, task="needle", arch="attention", size="small")
+    arg = parse(argument, task="needle", arch="attention", size="small", window=0)
     size = choose("size", arg.size, SIZES)
     asked = choose("task", arg.task, size["tasks"])
     c = base.get_config()
@@ -70,4 +71,5 @@ def get_config(argument: str = "") -> ConfigDict:
     c.eval_every = c.checkpoint_every = max(100, c.steps // 10)
     c.test_at = "best"
     c.optim.lr, c.optim.warmup, c.optim.weight_decay = size["lr"], min(200, c.steps // 6), 0.0
+    window.use(c, arg.window)
     return c

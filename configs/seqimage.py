@@ -55,7 +55,7 @@ def get_config(argument: str = "") -> ConfigDict:
     c.eval_batches = 0
     c.optim.update(lr=4e-3, warmup=steps // 20, weight_decay=0.05, ssm_lr=0.25)
     if arg.size == "paper":
-        recipes.use(c, arg.arch, arg.task)
+        recipes.use(c, arg.arch, arg.task, recipes.IN_A_ROW)
     c.eval_every = c.checkpoint_every = max(c.steps // EPOCHS, 10)
     longest.use(c, pixels)
     window.use(c, arg.window)

@@ -6,12 +6,12 @@ Tasks: parity and z60, sums modulo 2 and 60; s3, a5 and s5, products of permutat
 z60) and s5 are not solvable ("The Illusion of State in State-Space Models", arXiv:2404.08819: what linear recurrences
 and attention of a fixed depth should not be able to track, however long they train, and an LSTM can). Feeds the table
 `tracking`. `size=small`, for one accelerator, trains on 64 tokens and tests on up to 1,024; `size=smoke` shows on a
-CPU that it runs.
+CPU that it runs. `window` cuts what each layer sees (configs/window.py).
 """
 
 from ml_collections import ConfigDict
 
-from configs import archs, base
+from configs import archs, base, window
 from configs.argument import parse
 from model.errors import choose
 
@@ -29,7 +29,7 @@ SIZES = {
 
 
 def get_config(argument: str = "") -> ConfigDict:
-    arg = parse(argument, task="s5", arch="mamba", size="small")
+    arg = parse(argument, task="s5", arch="mamba", size="small", window=0)
     size = choose("size", arg.size, SIZES)
     name, fields = choose("task", arg.task, TASKS)
     c = base.get_config()
@@ -43,4 +43,5 @@ def get_config(argument: str = "") -> ConfigDict:
     c.eval_every = c.checkpoint_every = 0 if arg.size == "smoke" else c.steps // 20
     c.target, c.test_at = 0.999, "best"
     c.optim.lr, c.optim.warmup, c.optim.weight_decay = size["lr"], c.steps // 10, 0.01
+    window.use(c, arg.window)
     return c

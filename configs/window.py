@@ -1,7 +1,7 @@
 """A window on any benchmark: the same model, in whose layers a token sees those less than so far away and no others.
 
-A switch of benchmark configs (lra, seqimage, listops), `window=...`. What such a model still solves is local, however
-long its rows are.
+A switch of benchmark configs (lra, seqimage, listops, mad, ruler, tracking, enwik8), `window=...`. What such a model
+still solves is local, however long its rows are.
 
     python -m train --config=configs/lra.py:task=image,arch=s4d,window=32 --workdir=runs/local
 

@@ -35,12 +35,6 @@ def prepare(release: Release, root: Path) -> None:
         verify(release, files, writer)
 
 
-def is_there(release: Release, root: Path) -> bool:
-    """Whether a set is there whole, with every array that the release is known to have."""
-    known = {*release.rows, *release.listed, *release.sha256}
-    return is_whole(root, release.name) and known <= open_set(str(root), release.name).arrays.keys()
-
-
 def verify(release: Release, files: Files, writer: Writer) -> None:
     """Refuses arrays that are not those of the release."""
     facts = writer.facts()
@@ -66,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     root = Path(ROOT.value).expanduser()
     try:
         for release in releases:
-            if is_there(release, root):
+            if is_whole(root, release.name):
                 print(f"{release.name}: is there, and whole")
             else:
                 prepare(release, root)

@@ -47,17 +47,6 @@ def folder(root: str | Path, name: str) -> Path:
     return Path(root).expanduser() / "prepared" / name
 
 
-class Arrays(dict[str, np.ndarray]):
-    """Those of a set, by name."""
-
-    def __init__(self, root: str, name: str, arrays: Mapping[str, np.ndarray]):
-        super().__init__(arrays)
-        self.root, self.name = root, name
-
-    def __missing__(self, array: str) -> np.ndarray:
-        raise damaged(self.root, self.name, f"it has no array {array!r}")
-
-
 class SetFile(NamedTuple):
     """A file of a prepared set: ROOT/prepared/NAME/FILE."""
 
@@ -93,10 +82,6 @@ def open_set(root: str, name: str) -> PreparedSet:
     return _opened(str(root), name, str(place), written.st_mtime_ns)
 
 
-def damaged(root: str, name: str, why: str) -> Unprepared:
-    return Unprepared(f"the prepared set {name!r} below {root!r} is damaged ({why}); make it anew by:", root, name)
-
-
 def command(root: str | Path, name: str) -> str:
     return f"python -m data.prepare {name} --root={shlex.quote(str(root))}"
 
@@ -108,11 +93,14 @@ def _opened(root: str, name: str, place: str, written: int) -> PreparedSet:
         if manifest["format"] != FORMAT:
             raise ValueError(f"format {manifest['format']}, where {FORMAT} is read")
         arrays = {key: _mapped(Path(place, f"{key}.npy"), fact) for key, fact in manifest["arrays"].items()}
+        if unknown := {path.stem for path in Path(place).glob("*.npy")} - arrays.keys():
+            raise ValueError(f"{MANIFEST} does not name {', '.join(sorted(unknown))}")
         notes = tuple(map(str, manifest["notes"]))
-        return PreparedSet(name, MappingProxyType(Arrays(root, name, arrays)), digest(manifest["arrays"]), notes)
+        return PreparedSet(name, MappingProxyType(arrays), digest(manifest["arrays"]), notes)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, EOFError) as error:
         why = f"{type(error).__name__}: {error}" if isinstance(error, KeyError) else str(error)
-        raise damaged(root, name, why) from None
+        said = f"the prepared set {name!r} below {root!r} is damaged ({why}); make it anew by:"
+        raise Unprepared(said, root, name) from None
 
 
 def _mapped(path: Path, fact: Mapping[str, Any]) -> np.ndarray:

@@ -155,6 +155,10 @@ def made_by(revision: str, seed: int = 0, data: str = "d", **more) -> dict:
         ([made_by("one"), made_by("two")], "2 revisions of the code: one (1 run), two (1 run)"),
         ([made_by("one"), made_by("one", 1, revisions=["zero", "one"])], "one (1 run), zero then one (1 run)"),
         ([made_by("one", test_at="best"), made_by("one", 1, test_at="last")], "best (1 run), last (1 run)"),
+        (
+            [made_by("one"), made_by("one", 1, test_at="best")],
+            "last (1 run), best (1 run)",
+        ),  # before there was a choice
     ],
 )
 def test_revisions_and_tests_are_not_mixed(made, told):

@@ -1,6 +1,5 @@
 """Published sets: read as released, and trusted only when whole."""
 
-import dataclasses
 import errno
 import fcntl
 import hashlib
@@ -19,7 +18,7 @@ import pytest
 
 from data import build, prepared
 from data.listops import TOKENS
-from data.prepare import is_there, prepare
+from data.prepare import prepare
 from data.prepared import is_whole, open_set, writing
 from data.rng import Stream
 from data.sets import lra_pathfinder
@@ -294,16 +293,17 @@ def test_a_damaged_set_is_refused_with_the_command_that_makes_it_anew(tmp_path, 
 
 
 def test_a_manifest_that_lacks_an_array_is_told_and_the_set_made_anew(tmp_path):
-    sets.put(tmp_path, {"enwik8": b"text of some length"})
-    release = dataclasses.replace(small("enwik8"), rows={"bytes": 19})
-    prepare(release, tmp_path)
-    path = tmp_path / "prepared" / "enwik8" / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"arrays": {}}))
-    with pytest.raises(UserError, match=r"damaged .it has no array 'bytes'.; make it anew by: python -m data.prepare"):
-        open_set(str(tmp_path), "enwik8").arrays["bytes"]
-    assert is_whole(tmp_path, "enwik8") and not is_there(release, tmp_path)
-    prepare(release, tmp_path)
-    assert is_there(release, tmp_path)
+    sets.put(tmp_path, sets.expressions(5))
+    prepare(small("lra_listops"), tmp_path)
+    path = tmp_path / "prepared" / "lra_listops" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["arrays"]["train_tokens"]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"damaged .manifest.json does not name train_tokens.; make it anew by"):
+        open_set(str(tmp_path), "lra_listops")
+    assert not is_whole(tmp_path, "lra_listops")
+    prepare(small("lra_listops"), tmp_path)
+    assert is_whole(tmp_path, "lra_listops")
 
 
 class Trap:

@@ -159,10 +159,20 @@ def accepted(arch: str) -> bool:
         return False
 
 
+SPECS = (
+    "seqimage.py:task=scifar",
+    "listops.py:size=short",
+    "mad.py:task=recall",
+    "ruler.py:task=needle",
+    "tracking.py:task=s3",
+    "enwik8.py:size=small",
+)
+
+
 @pytest.mark.quick
-@pytest.mark.parametrize("spec", ["configs/seqimage.py:task=scifar", "configs/listops.py:size=short"])
+@pytest.mark.parametrize("spec", SPECS)
 def test_other_benchmarks_take_a_window_too(spec):
-    whole, cut = (configs.load(f"{spec},arch=s4d,window={window}").model for window in (0, 32))
+    whole, cut = (configs.load(f"configs/{spec},arch=s4d,window={window}").model for window in (0, 32))
     assert (whole.s4d.window, cut.s4d.window) == (None, 32)
 
 

@@ -25,15 +25,17 @@ LARGEST = 1 << 28
 
 
 def convert(files: Files, writer: Writer) -> None:
-    found = {NAMES[match[1]]: read(entry) for match, entry in files.matching(f"({'|'.join(NAMES)})")}
+    found, where = {}, {}
+    for match, entry in files.matching(f"({'|'.join(NAMES)})"):
+        found[NAMES[match[1]]], where[match[1]] = read(entry), entry.where
     for name, array in NAMES.items():
         if array not in found:
             raise UserError(f"{name} is not in {files.where}")
         if array.endswith("images") and found[array].shape[1:] != (SIDE, SIDE):
             sides = " x ".join(map(str, found[array].shape[1:]))
-            raise UserError(f"{name} has images of {sides} pixels; those of this set have {SIDE} x {SIDE}")
+            raise UserError(f"{where[name]} has images of {sides} pixels; those of this set have {SIDE} x {SIDE}")
         if array.endswith("labels") and (found[array].ndim != 1 or found[array].max(initial=0) >= CLASSES):
-            raise UserError(f"{name} has labels other than one of {CLASSES} an image")
+            raise UserError(f"{where[name]} has labels other than one of {CLASSES} an image")
         writer.append(array, found[array])
     for split in ("train", "test"):
         images, labels = len(found[f"{split}_images"]), len(found[f"{split}_labels"])

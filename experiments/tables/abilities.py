@@ -112,7 +112,7 @@ TABLES = [
         by=("task", "arch"),
         across="length",
         metric="test/accuracy",
-        unpublished="arXiv:2404.08819 asks how many layers each length takes",
+        unpublished="arXiv:2404.08819 trains deeper models until one can, and tells how many layers each length takes",
     ),
     Table(
         name="distance",

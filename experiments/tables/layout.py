@@ -19,7 +19,7 @@ from experiments.tables.rows import (
     unfold,
     varying,
 )
-from experiments.tables.sources import mixture
+from experiments.tables.sources import mixture, tested_at
 from model.errors import UserError
 
 COSTS = ("params", "state_bytes", "steps_per_s")
@@ -111,7 +111,7 @@ def sheet(rows: Sequence[Row], layout: Layout) -> Sheet:
         )
     trained = sorted({row["length"] for row in kept if "length" in row}) if lengths else ()
     baselines = _baselines(kept, columns, layout)
-    tested = {row.get("test_at") for row in kept if score(row, layout.metric) is not None}
+    tested = {tested_at(row) for row in kept if score(row, layout.metric) is not None}
     at = tested.pop() if len(tested) == 1 else None
     return Sheet(layout, columns, lines, baselines, _provenance(rows), tuple(trained), at or "", mixture(rows))
 

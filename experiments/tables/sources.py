@@ -12,6 +12,12 @@ def revisions(row: Row) -> tuple[str, ...]:
     return tuple(row.get("revisions") or filter(None, [row.get("revision")]))
 
 
+def tested_at(row: Row) -> str | None:
+    """The step that test scores are of, which was the last one before there was a choice."""
+    tests = any(metric.startswith("test/") for metric in row.get("metrics") or ())
+    return row.get("test_at", "last") if tests else None
+
+
 def mixture(rows: Sequence[Row]) -> tuple[str, ...]:
     """What the rows mix, in words; nothing where they belong together.
 
@@ -20,7 +26,7 @@ def mixture(rows: Sequence[Row]) -> tuple[str, ...]:
     """
     found = [
         _several("revisions of the code", _runs(rows, " then ".join, revisions)),
-        _several("choices of the step that is tested", _runs(rows, str, lambda row: row.get("test_at"))),
+        _several("choices of the step that is tested", _runs(rows, str, tested_at)),
     ]
     asked: dict[str, list[Row]] = {}
     for row in rows:

@@ -50,7 +50,8 @@ class Files:
 
     @property
     def where(self) -> str:
-        return ", ".join(map(str, self.paths))
+        """The one, or the folder that has them all."""
+        return os.path.commonpath(self.paths)
 
     def matching(self, pattern: str) -> Iterator[tuple[re.Match, Entry]]:
         """Files whose path ends in the pattern; in a folder sorted by path, in an archive as they come."""

@@ -385,8 +385,8 @@ def test_a_classifier_trains_on_padded_documents(mixers):
     assert losses[-1] < losses[0] < 3.5
 
 
-# As bare layers: Fourier transforms have no parameters, sLSTM no map at its end, an RNN no gates, Mega more of them, and
-# the Synthesizer numbers for every place. Where models are matched, MLPs, depth or width make up for it.
+# As bare layers: Fourier transforms have no parameters, sLSTM no map at its end, an RNN no gates, Mega more, and the
+# Synthesizer numbers for every place. Where models are matched, their MLPs, depth or width make up for it.
 UNLIKE = {"fnet", "slstm", "rnn", "mega", "mega_chunk", "synthesizer"}
 
 

@@ -114,22 +114,8 @@ S4 = {
     "pathfinder": Recipe(6, 256, "pre", 0.0, 0.004, 1e-3, 0.03, 64, 500_000, 2500, pool="last", groups=DECAYED),
     "pathx": Recipe(6, 256, "pre", 0.0, 1e-3, 5e-4, 0.05, 16, 500_000, 50_000, dict(dt_min=1e-4), groups=DECAYED),
 }
-ANNOTATED_S4 = Recipe(
-    4,
-    128,
-    "pre",
-    0.25,
-    5e-3,
-    5e-4,
-    0.01,
-    128,
-    8437,
-    843,
-    norm="layernorm",
-    final_norm=False,
-    groups=DECAYED,
-    forward=True,
-)
+ANNOTATED = dict(norm="layernorm", final_norm=False, forward=True)
+S4_DIGITS = Recipe(4, 128, "pre", 0.25, 5e-3, 5e-4, 0.01, 128, 8437, 843, groups=DECAYED, **ANNOTATED)
 S4_COLOURS = Recipe(6, 512, "post", 0.1, 0.01, 1e-3, 0.05, 50, 180_000, 1000, norm="layernorm", groups=DECAYED)
 S5 = {  # epochs of the training sets as steps; a warm-up of one epoch, on Text of none
     "listops": s5(8, 128, "pre", 0.0, 0.003, 1e-3, 0.04, 50, 76_800, 1920, dict(state=16, blocks=8), B="decay"),
@@ -219,7 +205,7 @@ RECIPES = {
     **{arch: SHARED | dict(zip(IMAGES, PIXELS[arch], strict=True)) for arch in BASELINES},
 }
 IN_A_ROW = {  # pictures, pixel by pixel
-    "s4": {"smnist": ANNOTATED_S4, "scifar": S4_COLOURS},
+    "s4": {"smnist": S4_DIGITS, "scifar": S4_COLOURS},
     "s4d": {"scifar": S4_COLOURS},
     "s5": {"smnist": S5_DIGITS, "scifar": S5["image"]},
     "lru": {"scifar": LRU["image"]},

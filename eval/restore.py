@@ -44,8 +44,9 @@ def restore(workdir: str, step: str, overrides: Iterable[tuple[str, str]] = ()) 
 
     chosen = hosts.agree(find)  # the run may save another step while hosts look for the latest
     overrides = list(overrides)
-    run = prepare(configs.load(str(file), [*on_these_devices(configs.load(str(file)), overrides), *overrides]))
-    fingerprint, trained = run.task.fingerprint(run.config.data.seed), configs.load(str(file))
+    trained = configs.load(str(file))
+    run = prepare(configs.load(str(file), [*on_these_devices(trained, overrides), *overrides]))
+    fingerprint = run.task.fingerprint(run.config.data.seed)
     hosts.same(lambda: {"data fingerprint": fingerprint})
     asked_otherwise = any(key.startswith("data.") for key in configs.changes(trained, run.config))
     other = "" if asked_otherwise or known_data(folder) in (None, fingerprint) else fingerprint

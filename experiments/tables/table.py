@@ -7,7 +7,7 @@ What makes one fair:
 - Same tuning budget: all are run on one grid of settings, and the validation split chooses, never the test split.
 - Same seeds: the mean and spread are over all of them; what failed is counted, at settings not chosen too.
 - Same test: of the step that validation chose (`test_at=best`) wherever rows are learned from again and again; where
-  every row is new, there or of the last step, at which the rate has run out; the table says which.
+  rows are met but once, there or of the last step; the table says which.
 - Same code: runs of several revisions, or of data made differently, share a table only by `--mixed`; it says so.
 """
 
